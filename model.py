@@ -7,7 +7,7 @@ the query, so what is *carried* depends on the offset too:
 
     y_i = R_i^-1 sum_j A_ij R_j v_j = sum_j A_ij R_(j-i) v_j
 
-It has no parameters, and the attention kernel in the middle does not change. The three lines that
+It has no parameters, and the attention kernel in the middle does not change. The two rotations that
 make it are in CausalSelfAttention.forward; everything else here is GPT-2.
 
 Shapes in the comments: B batch, T query tokens, S key tokens (S >= T; S > T with a KV cache),
@@ -17,7 +17,7 @@ C = n_embd, nh = n_head, hs = C / nh the head size, V the vocabulary.
 import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn as nn
@@ -76,7 +76,7 @@ class GPTConfig:
     @property
     def context(self) -> int:
         """The longest context this model is meant for, in tokens: block_size stretched by YaRN."""
-        return int(self.block_size * self.yarn_factor)
+        return round(self.block_size * self.yarn_factor)  # a factor L / block_size gives L back
 
 
 # -----------------------------------------------------------------------------
@@ -293,7 +293,8 @@ class GPT(nn.Module):
     attn_backend: see `attention`. seed: of the initial weights, which are the same for every
     pos_emb, so that two arms of a comparison start from one point.
 
-    Raises ValueError if the backend is not installed, or for learned positions beyond their table.
+    Raises ValueError for a backend that is unknown or not installed, and for learned positions
+    beyond their table.
     """
 
     def __init__(
@@ -307,6 +308,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.max_len = config.context if max_len is None else max_len
+        if attn_backend not in get_args(AttnBackend):
+            raise ValueError(f"attn_backend ({attn_backend!r}) must be eager, sdpa or flash")
         if attn_backend == "flash" and importlib.util.find_spec("flash_attn") is None:
             raise ValueError(
                 "attn_backend 'flash' needs the package flash-attn"
