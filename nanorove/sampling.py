@@ -1,5 +1,6 @@
 """Draw text from a model, one token at a time, with a KV cache."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -24,9 +25,9 @@ def generate(
     all of it. Stops before `eot`. Raises ValueError for a negative setting, an empty prompt, and
     if prompt and new tokens are more than model.max_len.
     """
-    if temperature < 0 or top_k < 0 or max_new_tokens < 1:
+    if not 0 <= temperature < math.inf or top_k < 0 or max_new_tokens < 1:
         raise ValueError(
-            f"temperature ({temperature}) and top_k ({top_k}) must not be negative,"
+            f"temperature ({temperature}) and top_k ({top_k}) must be finite and not negative,"
             f" max_new_tokens ({max_new_tokens}) at least 1"
         )
     total = len(prompt) + max_new_tokens
@@ -40,7 +41,7 @@ def generate(
     idx = prompt[None].to(weight.device)  # (1, T)
     for _ in range(max_new_tokens):
         hidden = model.hidden(idx, cache)[0, -1]  # only the last position meets the head
-        logits = model.head(hidden).float()  # (V,): the padding is cut off, so it is never drawn
+        logits = model.head(hidden).double()  # (V,): the padding is cut off, so it is never drawn
         if temperature == 0:
             token = logits.argmax()
         else:
