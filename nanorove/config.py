@@ -6,8 +6,10 @@ The file is turned into command-line tokens, so file and command line meet one a
 validator: an unknown key, a wrong type or a missing value is refused with the nearest valid name.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import os
 import re
 import tomllib
@@ -105,7 +107,8 @@ class Config:
     """A run or step folder whose weights to start from (context extension, fine-tuning)."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.=+-]+(/[\w.=+-]+)*", self.run_name) or ".." in self.run_name:
+        parts = self.run_name.split("/")
+        if any(not re.fullmatch(r"[\w.=+-]+", p) or p in (".", "..") for p in parts):
             raise ValueError(
                 f"run_name ({self.run_name!r}) names a folder: letters, digits and ._=+-/ only"
             )
@@ -133,7 +136,7 @@ def load_config(argv: list[str]) -> tuple[Config, bool]:
     """
     if argv and not argv[0].startswith("-"):
         path, argv = argv[0], argv[1:]
-        file = _from_dict(_read_toml(path), path)
+        file = load_config_file(path)
         default = TrainCommand(**{f.name: getattr(file, f.name) for f in dataclasses.fields(file)})
     elif "--help" in argv or "-h" in argv:
         default = None
@@ -146,7 +149,7 @@ def load_config(argv: list[str]) -> tuple[Config, bool]:
 
 def load_config_file(path: str | Path) -> Config:
     """One complete TOML file -> Config; errors as in `load_config`."""
-    return _from_dict(_read_toml(path), str(path))
+    return _from_dict(_read_toml(path), str(path), complete=True)
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -194,31 +197,38 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: not TOML: {error}") from None
 
 
-def _from_dict(values: dict[str, Any], name: str) -> Config:
-    flat, valid = _flatten(values), _keys(Config)
-    for key in flat:
-        if key not in valid:
-            nearest = difflib.get_close_matches(key, valid, n=1, cutoff=0)[0]
+def _from_dict(values: dict[str, Any], name: str, complete: bool = False) -> Config:
+    flat, hints = _flatten(values), _keys(Config)
+    for key, value in flat.items():
+        if key not in hints:
+            nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0)[0]
             raise UserError(f"{name}: unknown key {key!r}; the nearest valid name is {nearest!r}")
+        # as command-line tokens they would look alike: 12 and "12", "a" and ["a"]
+        number = hints[key] in (bool, int, float)
+        if isinstance(value, str) == number:
+            kind = hints[key].__name__ if number else "a string"
+            raise UserError(f"{name}: {key} = {value!r} has the wrong type, it takes {kind}")
+    missing = [key for key in hints if key not in flat and key != "init_from"]
+    if complete and missing:  # a forgotten pos_emb must not become the default
+        raise UserError(f"{name}: missing {', '.join(missing)}; a config file has every key")
     # repr and not str: 0.1 and 1e-08 come back as the same float
     tokens = (f"--{k}={v if isinstance(v, str) else repr(v)}" for k, v in flat.items())
     return _parse(Config, list(tokens), None, name)
 
 
-def _keys(kind: type, prefix: str = "") -> list[str]:
-    keys = []
+def _keys(kind: type, prefix: str = "") -> dict[str, Any]:
+    """{"section.key": type} of every key there is."""
+    keys = {}
     for name, hint in get_type_hints(kind).items():
         nested = dataclasses.is_dataclass(hint)
-        keys += _keys(hint, f"{prefix}{name}.") if nested else [prefix + name]
+        keys |= _keys(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}
     return keys
 
 
 def _parse(kind: type, args: list[str], default: Any, prog: str) -> Any:
     options = dict(default=default) if default is not None else {}
-    return tyro.cli(
-        kind,
-        prog=prog,
-        args=args,
-        console_outputs=int(os.environ.get("RANK", 0)) == 0,
-        **options,
-    )
+    if int(os.environ.get("RANK", 0)) == 0:
+        return tyro.cli(kind, prog=prog, args=args, **options)
+    # one mistake, one message: rank 0 prints it (console_outputs=False leaves tyro's value errors)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return tyro.cli(kind, prog=prog, args=args, **options)
