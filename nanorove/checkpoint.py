@@ -107,9 +107,13 @@ def read_meta(step_dir: Path) -> dict[str, Any]:
         for name, file in meta["files"].items():
             size = (step_dir / name).stat().st_size
             if size != file["bytes"]:
-                raise UserError(f"{step_dir / name}: {size} bytes, meta.json says {file['bytes']}")
-    except (json.JSONDecodeError, KeyError, TypeError, FileNotFoundError) as error:
-        raise UserError(f"{path}: damaged checkpoint ({error!r}); use an earlier step") from None
+                raise UserError(
+                    f"{step_dir / name}: {size} bytes, meta.json says {file['bytes']}: damaged;"
+                    " use an earlier step"
+                )
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: damaged checkpoint ({what}); use an earlier step") from None
     return meta
 
 
@@ -151,15 +155,19 @@ def load_weights(model: GPT, step_dir: Path) -> None:
 
 def load_optimizer(model: GPT, optimizer: torch.optim.Optimizer, step_dir: Path) -> None:
     """Restore AdamW's moments; learning rate, betas and decay stay as the config has them."""
-    tensors = safetensors.torch.load_file(step_dir / "optimizer.safetensors")
+    path = step_dir / "optimizer.safetensors"
     names = {p: name for name, p in model.named_parameters()}
     state, index = {}, 0
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state[index] = {
-                k: tensors[f"{names[p]}.{k}"] for k in ("step", "exp_avg", "exp_avg_sq")
-            }
-            index += 1
+    try:
+        tensors = safetensors.torch.load_file(path)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state[index] = {
+                    k: tensors[f"{names[p]}.{k}"] for k in ("step", "exp_avg", "exp_avg_sq")
+                }
+                index += 1
+    except (KeyError, OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path}: damaged ({error!r}); use an earlier step") from None
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
