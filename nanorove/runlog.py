@@ -23,9 +23,10 @@ from nanorove.files import write_text_atomic
 
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
-    packages = ("torch", "numpy", "tiktoken", "safetensors")
+    packages = ("numpy", "tiktoken", "safetensors")
     found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found}
+    # torch's own word has the build in it (+cpu, +cu130), which its package's version may lack
+    return {"python": platform.python_version(), "torch": torch.__version__, **found}
 
 
 def git_state() -> dict[str, Any]:
@@ -40,7 +41,10 @@ def git_state() -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     status = git("status", "--porcelain", "--untracked-files=no")
-    return {"git_revision": git("rev-parse", "HEAD"), "git_dirty": status and bool(status)}
+    return {
+        "git_revision": git("rev-parse", "HEAD"),
+        "git_dirty": None if status is None else bool(status),
+    }
 
 
 def run_facts(info: DistInfo, n_params: int) -> dict[str, Any]:
@@ -82,8 +86,9 @@ class RunLog:
         write_text_atomic(config.run_dir / "meta.json", json.dumps(facts, indent=2) + "\n")
         kept = []
         if resume_step is not None and self.path.exists():
-            records = (json.loads(line) for line in self.path.read_text().splitlines() if line)
-            kept = [r for r in records if r["step"] <= resume_step]
+            text = self.path.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]  # a kill or a full disk may have cut the last line
+            kept = [r for r in map(json.loads, whole.splitlines()) if r["step"] <= resume_step]
             kept.append({"step": resume_step, "event": "resume"})
         write_text_atomic(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self.file = self.path.open("a", encoding="utf-8")
