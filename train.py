@@ -232,7 +232,7 @@ def main(config: Config, resume: bool = False) -> dict[str, float]:
                 log.write({"step": step, "tokens": step * train.total_batch_size,
                            "val/loss": val_loss})  # fmt: skip
             info.print0(f"step {step:6d} | val loss {val_loss:.4f}")
-            if step > 0 and (best_val_loss is None or val_loss < best_val_loss):
+            if step > 0 and val_loss < (float("inf") if best_val_loss is None else best_val_loss):
                 best_val_loss = val_loss
                 saved = saved or save(step)
                 if info.rank == 0:

@@ -12,7 +12,8 @@ def lr_at(step: int, train: TrainConfig) -> float:
     """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then half a cosine.
 
     The first rate is above 0, the peak comes at step warmup_steps (or one before), min_lr at the
-    last step, max_steps - 1, and it stays there beyond.
+    last step, max_steps - 1, and it stays there beyond. With less than two steps after the warm-up
+    there is no cosine: the rate ends at the peak.
     """
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
