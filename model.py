@@ -14,7 +14,6 @@ Shapes in the comments: B batch, T query tokens, S key tokens (S >= T; S > T wit
 C = n_embd, nh = n_head, hs = C / nh the head size, V the vocabulary.
 """
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -22,6 +21,11 @@ from typing import Literal, get_args
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+try:
+    from flash_attn import flash_attn_func  # optional: requirements-flash.txt
+except ImportError:
+    flash_attn_func = None
 
 AttnBackend = Literal["eager", "sdpa", "flash"]
 
@@ -91,12 +95,8 @@ def rotary_inv_freq(config: GPTConfig) -> torch.Tensor:
     keeps the pairs that turn often within block_size, divides the slow ones by yarn_factor and
     blends in between. YaRN's temperature is not in here but in `softmax_scale`.
     """
-    d, base, length, factor = (
-        config.head_dim,
-        config.rope_base,
-        config.block_size,
-        config.yarn_factor,
-    )
+    d, base = config.head_dim, config.rope_base
+    length, factor = config.block_size, config.yarn_factor
     theta = base ** (-torch.arange(0, d, 2, dtype=torch.float64, device="cpu") / d)
     if factor == 1:
         return theta
@@ -159,9 +159,7 @@ def attention(
     package, for CUDA and half precision only; `sdpa` lets torch choose, flash kernels included.
     """
     T, S = q.size(-2), k.size(-2)
-    if backend == "flash":
-        from flash_attn import flash_attn_func  # GPT.__init__ made sure that it is there
-
+    if backend == "flash":  # GPT.__init__ made sure that it is there
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # it wants (B, T, nh, hs)
         return flash_attn_func(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
     if backend == "sdpa":
@@ -310,7 +308,7 @@ class GPT(nn.Module):
         self.max_len = config.context if max_len is None else max_len
         if attn_backend not in get_args(AttnBackend):
             raise ValueError(f"attn_backend ({attn_backend!r}) must be eager, sdpa or flash")
-        if attn_backend == "flash" and importlib.util.find_spec("flash_attn") is None:
+        if attn_backend == "flash" and flash_attn_func is None:
             raise ValueError(
                 "attn_backend 'flash' needs the package flash-attn"
                 " (pip install -r requirements-flash.txt); 'sdpa' has flash kernels built in"

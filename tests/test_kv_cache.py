@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model import GPT, GPTConfig, KVCache
 from tests import reference
@@ -55,6 +57,30 @@ def test_beyond_the_trained_context(pos_emb, factor):
         )
     expected = reference.logits(model.state_dict(), config, ids[0])
     torch.testing.assert_close(full[0], expected, rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    n_head=st.integers(1, 3),
+    half=st.integers(1, 4),
+    pos_emb=st.sampled_from(["learned", "rope", "rove", "none"]),
+    factor=st.sampled_from([1.0, 3.5]),
+    backend=st.sampled_from(["eager", "sdpa"]),
+)
+def test_any_chunks_equal_the_full_pass(chunks, n_head, half, pos_emb, factor, backend):
+    if pos_emb in ("learned", "none"):
+        factor = 1.0
+    config = GPTConfig(
+        70, 16 if pos_emb != "learned" else 81, 2, n_head, 2 * half * n_head, pos_emb,
+        yarn_factor=factor,
+    )  # fmt: skip
+    model = reference.randomise(GPT(config, max_len=81, attn_backend=backend)).double()
+    ids = ids_of(2, sum(chunks))
+    torch.testing.assert_close(
+        cached(model, ids, chunks, torch.float64), model(ids), rtol=0, atol=1e-10
+    )
 
 
 def test_more_tokens_than_the_cache_holds():

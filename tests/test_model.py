@@ -107,6 +107,28 @@ def test_yarn_widens_the_context():
         assert make("rope", block_size=100, yarn_factor=length / 100).context == length
 
 
+@pytest.mark.parametrize("pos_emb", ["rope", "rove"])
+def test_yarn_at_evaluation_fixed_and_fitted_to_each_length(pos_emb):
+    # weights trained without YaRN, evaluated with one factor for all lengths or one for each
+    state = reference.randomise(GPT(make(pos_emb))).state_dict()
+    logits = {}
+    for length in (24, 48, 96):
+        ids = ids_of(1, 96)[:, :length]
+        for name, factor in (("fixed", 4.0), ("fitted", length / 24)):
+            config = make(pos_emb, yarn_factor=factor)
+            model = GPT(config, max_len=96).double()
+            model.load_state_dict(state)
+            logits[name, length] = model(ids)[0]
+            expected = reference.logits(state, config, ids[0])
+            torch.testing.assert_close(logits[name, length], expected, rtol=0, atol=5e-5)
+    # they are one model at the longest length and two below it
+    assert torch.equal(logits["fixed", 96], logits["fitted", 96])
+    assert (logits["fixed", 48] - logits["fitted", 48]).abs().max() > 0.01
+    plain = GPT(make(pos_emb)).double()
+    plain.load_state_dict(state)
+    assert torch.equal(plain(ids_of(1, 96)[:, :24])[0], logits["fitted", 24])
+
+
 # -----------------------------------------------------------------------------
 # parameters
 
