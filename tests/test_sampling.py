@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig
 from nanorove.checkpoint import load_model, save_checkpoint
 from nanorove.config import Config, DataConfig, LogConfig, TrainConfig
-from nanorove.errors import run_cli
-from nanorove.sampling import generate
+from nanorove.errors import UserError, run_cli
+from nanorove.sampling import TextStream, generate, sorted_probs
 from scripts import sample
 from tests import reference
 
@@ -39,8 +43,21 @@ def random_model(pos_emb: str = "rove") -> GPT:
 
 
 def draw(model: GPT, n: int, seed: int = 0, prompt: tuple[int, ...] = (1, 2, 3), **settings):
-    generator = torch.Generator().manual_seed(seed)
-    return list(generate(model, torch.tensor(prompt), n, generator=generator, **settings))
+    """The tokens after one prompt."""
+    (row,) = draw_rows(model, n, [prompt], seed, **settings)
+    return row
+
+
+def draw_rows(model: GPT, n: int, prompts, seed: int = 0, **settings) -> list[list[int]]:
+    """The tokens after each of several prompts of one length."""
+    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
+    ids = torch.tensor(prompts, dtype=torch.int64).reshape(len(prompts), -1)
+    rows = [[] for _ in prompts]
+    for step in generate(model, ids, n, generators=generators, **settings):
+        for row, token in zip(rows, step, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows
 
 
 # -----------------------------------------------------------------------------
@@ -57,6 +74,22 @@ def test_temperature_zero_is_the_arg_max_of_a_full_forward(pos_emb):
     assert draw(model, 21, seed=1, temperature=0.0) == ids[3:]
     assert draw(model, 21, seed=2, temperature=0.0, top_k=5) == ids[3:]
     assert len(set(ids[3:])) > 1  # not one token over and over
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize("pos_emb", ["rope", "rove", "none"])
+def test_generation_at_four_times_the_trained_length(pos_emb, factor):
+    # nanochat#514; each of the 96 tokens with a cache, against a full forward without one
+    if pos_emb == "none":
+        factor = 1.0
+    config = GPTConfig(32, 24, 2, 2, 16, pos_emb, yarn_factor=factor)
+    model = reference.randomise(GPT(config, max_len=96), 0.6, seed=1).eval()
+    new = draw(model, 93, temperature=0.0)
+    logits = model(torch.tensor([[1, 2, 3, *new]]))[0, 2:-1]
+    assert logits.argmax(-1).tolist() == new
+    top = logits.topk(2).values
+    assert (top[:, 0] - top[:, 1]).min() > 1e-4  # so that rounding cannot decide
+    assert len(set(new[24:])) > 1
 
 
 @pytest.mark.parametrize("temperature", [1e-8, 1e-45, 1e-300])
@@ -85,12 +118,59 @@ def test_top_k():
         dict(temperature=float("nan")),
         dict(temperature=float("inf")),
         dict(top_k=-1),
+        dict(top_p=0.0),
+        dict(top_p=-0.5),
+        dict(top_p=1.1),
+        dict(top_p=float("nan")),
     ],
     ids=str,
 )
 def test_impossible_settings_are_refused(settings):
-    with pytest.raises(ValueError, match="finite and not negative"):
-        draw(random_model(), 3, **settings)
+    message = r"top_p \(.*\) must be" if "top_p" in settings else "finite and not negative"
+    with pytest.raises(ValueError, match=message):  # at once, not with the first token
+        generate(random_model(), torch.tensor([[1]]), 3, **settings)
+
+
+def test_a_diverged_model_is_no_die_with_a_missing_face():
+    model = random_model()
+    with torch.no_grad():
+        model.transformer.ln_f.bias[0] = torch.nan
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match="logits are not finite"):
+            draw(model, 3, temperature=temperature)
+
+
+def test_top_p():
+    logits = [0.0, 3.0, 1.0, 2.0, 2.5, -1.0]
+    probs = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
+    likeliest = sorted(range(6), key=lambda i: -probs[i])
+    for p in (0.01, 0.3, 0.6, 0.8, 0.9, 0.99, 0.9999):
+        nucleus, mass = set(), 0.0
+        for token in likeliest:  # the fewest whose mass reaches p
+            if mass < p:
+                nucleus.add(token)
+                mass += probs[token]
+        drawn = draw(constant_model(logits), 1500, top_p=p)
+        assert set(drawn) <= nucleus
+        seen = {token for token in nucleus if probs[token] > 0.02}
+        assert seen <= set(drawn)
+        expected = probs[likeliest[0]] / mass
+        assert drawn.count(likeliest[0]) / 1500 == pytest.approx(expected, abs=0.06)
+    model = random_model()
+    assert draw(model, 20, top_p=1.0) == draw(model, 20)
+    assert draw(model, 20, top_p=1e-9) == draw(model, 20, temperature=0.0)
+
+
+def test_top_p_is_taken_of_what_temperature_and_top_k_left():
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0]).log()[None].double()  # ln 0 = -inf
+    weights, ids = sorted_probs(logits, 1.0, 2, 0.55)  # of 3/5 and 2/5 the first is enough
+    assert ids[0, 0] == 0 and (weights[0] > 0).tolist() == [True, False, False, False]
+    weights, _ = sorted_probs(logits, 1.0, 0, 0.55)  # of 3/6, 2/6, 1/6 it is not
+    assert (weights[0] > 0).tolist() == [True, True, False, False]
+    weights, _ = sorted_probs(logits, 0.5, 0, 0.6)  # of 9/14, 4/14, 1/14 it is
+    assert (weights[0] > 0).tolist() == [True, False, False, False]
+    tied, ids = sorted_probs(torch.zeros(1, 4).double(), 1.0, 2, 1.0)
+    assert (tied[0] > 0).sum() == 2  # k, also where the k-th has equals
 
 
 def test_lengths_are_checked():
@@ -99,7 +179,7 @@ def test_lengths_are_checked():
     with pytest.raises(ValueError, match=r"3 tokens and 22 new ones must be 1 to max_len \(24\)"):
         draw(model, 22)
     with pytest.raises(ValueError, match="prompt of 0 tokens"):
-        list(generate(model, torch.tensor([], dtype=torch.int64), 3))
+        draw(model, 3, prompt=())
     with pytest.raises(ValueError, match=r"max_new_tokens \(0\) at least 1"):
         draw(model, 0)
 
@@ -145,6 +225,51 @@ def test_stops_before_end_of_text():
     assert len(draw(model, 20, prompt=(never, 1), eot=never)) > 0
 
 
+def test_rows_stop_each_for_itself():
+    # nanoGPT#36: end-of-text in one row ends that row, and no other
+    model = random_model()
+    prompts = [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    alone = [draw(model, 20, seed=3, prompt=p) for p in prompts]
+    assert draw_rows(model, 20, prompts, seed=3) == alone  # rows do not hear of each other
+    eot = next(t for t in alone[1] if t not in alone[0])
+    cut = [row[: row.index(eot)] if eot in row else row for row in alone]
+    assert len(cut[1]) < 20 == len(cut[0])
+    assert draw_rows(model, 20, prompts, seed=3, eot=eot) == cut
+    steps = list(generate(
+        model, torch.tensor(prompts), 20, eot=eot,
+        generators=[torch.Generator().manual_seed(3) for _ in prompts],
+    ))  # fmt: skip
+    assert len(steps) == 20 and steps[-1][1] is None and steps[-1][0] == alone[0][-1]
+
+
+def test_a_caller_can_end_a_row():
+    model = random_model()
+    prompts = [(1, 2, 3), (4, 5, 6)]
+    alone = [draw(model, 9, prompt=p) for p in prompts]
+    asked = []
+
+    def ended(row: int) -> bool:
+        asked.append(row)
+        return asked.count(row) == (2 if row == 0 else 5)
+
+    assert draw_rows(model, 9, prompts, ended=ended) == [alone[0][:2], alone[1][:5]]
+    assert asked.count(0) == 2 and asked.count(1) == 5  # and nothing was computed after that
+
+
+def test_a_step_costs_attention_and_nothing_else_of_the_prompt():
+    # counted, not timed: 2 multiply-adds per key, channel and layer, for scores and for values
+    model = GPT(GPTConfig(32, 1000, 2, 2, 16, "none"), attn_backend="eager")
+    flops = {}
+    for T in (10, 500):
+        steps = generate(model, torch.zeros(1, T, dtype=torch.int64), 2, temperature=0.0)
+        next(steps)
+        with FlopCounterMode(display=False) as counter:
+            next(steps)
+        flops[T] = counter.get_total_flops()
+    assert flops[500] - flops[10] == 2 * 2 * 490 * 16 * 2  # n_embd 16, n_layer 2
+    assert flops[10] > 0
+
+
 def test_each_token_is_one_forward_of_one_token(monkeypatch):
     # streaming, and no work that grows with the prompt beyond attention itself
     model, lengths = random_model(), []
@@ -155,19 +280,83 @@ def test_each_token_is_one_forward_of_one_token(monkeypatch):
         return hidden(idx, kv_cache)
 
     monkeypatch.setattr(model, "hidden", spy)
-    tokens = generate(model, torch.tensor([1, 2, 3]), 4)
+    tokens = generate(model, torch.tensor([[1, 2, 3]]), 4)
     next(tokens)
     assert lengths == [3]
     assert len(list(tokens)) == 3 and lengths == [3, 1, 1, 1]
 
 
 # -----------------------------------------------------------------------------
+# text as it is written
+
+
+def decode_bytes(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def text_until_stop(ids: list[int], stop: list[str]) -> str:
+    """The long way: decode everything again after each token and look for the stop strings."""
+    for n in range(1, len(ids) + 2):  # the last time as it ends
+        seen = decode_bytes(ids[:n])
+        if n <= len(ids):
+            seen = seen.removesuffix("\ufffd")
+        if hits := [seen.index(s) for s in stop if s in seen]:
+            return seen[: min(hits)]
+    return seen
+
+
+def test_a_character_is_printed_when_it_is_whole():
+    stream = TextStream(decode_bytes)
+    pieces = [stream.push(b) for b in "aé日🙂".encode()]
+    assert pieces == ["a", "", "é", "", "", "日", "", "", "", "🙂"]
+    assert stream.finish() == "" and stream.text == "aé日🙂"
+    broken = TextStream(decode_bytes)  # ends in the middle of one, and has one that is none
+    assert [broken.push(b) for b in b"\xffz\xf0\x9f"] == ["", "\ufffdz", "", ""]
+    assert broken.finish() == "\ufffd" and broken.text == "\ufffdz\ufffd"
+
+
+def test_stop_strings_end_the_text_in_front_of_them():
+    stream = TextStream(decode_bytes, ["\n\n", "END"])
+    pieces = [stream.push(b) for b in b"x\nEN-EEND"]
+    assert pieces == ["x", "", "\n", "", "EN-", "", "E", "", ""]
+    assert stream.stopped and stream.text == "x\nEN-E"
+    assert stream.push(65) == "" and stream.finish() == "" and stream.text == "x\nEN-E"
+    long = TextStream(lambda ids: "".join("a??b!!c" for _ in ids), ["!!", "??"])
+    assert long.push(0) == "a" and long.stopped  # both in one token: the first in the text counts
+    unfinished = TextStream(decode_bytes, ["END"])
+    assert [unfinished.push(b) for b in b"aEN"] == ["a", "", ""]
+    assert unfinished.finish() == "EN" and not unfinished.stopped
+
+
+@hypothesis_settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    ids=st.one_of(
+        st.text("ab日é🙂\ufffd").map(lambda text: list(text.encode())),
+        st.lists(st.sampled_from([97, 98, 0x80, 0xC3, 0xA9, 0xE6, 0xF0, 0x9F, 0xFF])),
+    ),
+    stop=st.lists(st.text("ab日\ufffd", min_size=1, max_size=3), max_size=3),
+)
+def test_the_pieces_are_the_text(ids, stop):
+    stream = TextStream(decode_bytes, stop)
+    pieces = []
+    for token in ids:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    pieces.append(stream.finish())
+    assert "".join(pieces) == stream.text == text_until_stop(ids, stop)
+
+
+# -----------------------------------------------------------------------------
 # scripts.sample on a small saved run of bytes
 
 
-def save_run(folder: Path, pos_emb: str, always: int | None = None) -> Path:
+def save_run(
+    folder: Path, pos_emb: str, always: int | None = None, tokenizer_name: str = "bytes"
+) -> Path:
     """A run as train.py leaves it; with `always` a model that writes that byte for ever."""
-    gpt = GPTConfig(257, 16, 1, 2, 8, pos_emb)
+    tokenizer = get_tokenizer(tokenizer_name)
+    gpt = GPTConfig(tokenizer.vocab_size, 16, 1, 2, 8, pos_emb)
     train = TrainConfig(
         total_batch_size=16,
         micro_batch_size=1,
@@ -199,14 +388,14 @@ def save_run(folder: Path, pos_emb: str, always: int | None = None) -> Path:
             model.transformer.ln_f.bias.copy_(torch.eye(8)[0])
             model.transformer.wte.weight[:, 0] = 0.0
             model.transformer.wte.weight[always, 0] = 50.0
-    tokenizer = get_tokenizer("bytes")
     about = {
-        "name": "bytes",
+        "name": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "sha256": tokenizer.sha256,
     }
-    meta = {"data": {"manifest_sha256": "0" * 64, "tokenizer": about}, "val_loss": None}
+    meta = {"data": {"manifest_sha256": "0" * 64, "tokenizer": about}, "val_loss": None,
+            "best_val_loss": None, "wandb_id": None, "versions": {"torch": "9.9"}}  # fmt: skip
     save_checkpoint(folder, 1, config, model, optimizer, meta)
     return folder
 
@@ -245,8 +434,13 @@ def test_sample_goes_on_with_the_prompt(tmp_path, monkeypatch, capsys, prompt):
     run = save_run(tmp_path, "rove")
     results = run_sample(monkeypatch, run, "--prompt", prompt, "--max-new-tokens", "20")
     assert results == [{"prompt": prompt, "text": written_by(run, prompt, 20)}]
-    out = capsys.readouterr().out
-    assert out.startswith(prompt + results[0]["text"]) and "note" not in out
+    captured = capsys.readouterr()
+    assert captured.out == f"{prompt}{results[0]['text']}\n{'-' * 80}\n"
+    tokens = 1 + len(prompt.encode()) + 20
+    assert captured.err == (
+        f"note: {tokens} tokens are more than the 16 this model is for"
+        f" (--yarn-factor {-(-tokens // 16)} is made for it)\n"
+    )
 
 
 def test_the_marker_in_a_prompt_is_ordinary_text(tmp_path, monkeypatch):
@@ -256,7 +450,7 @@ def test_the_marker_in_a_prompt_is_ordinary_text(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sample,
         "generate",
-        lambda m, prompt, *a, **k: seen.append(prompt) or plain(m, prompt, *a, **k),
+        lambda m, prompts, *a, **k: seen.extend(prompts) or plain(m, prompts, *a, **k),
     )
     run_sample(
         monkeypatch, save_run(tmp_path, "rope"), "--prompt", "<|endoftext|>", "", "é",
@@ -269,8 +463,8 @@ def test_learned_positions_crop_a_long_prompt_with_one_notice(tmp_path, monkeypa
     run = save_run(tmp_path, "learned")
     long, short = "0123456789" * 3, "ab"
     results = run_sample(monkeypatch, run, "--prompt", long, short, "--max-new-tokens", "6")
-    out = capsys.readouterr().out
-    assert out.count("note:") == 1 and "only the last 10 of the prompt are used" in out
+    error = capsys.readouterr().err
+    assert error.count("note:") == 1 and "only the last 10 of the prompt are used" in error
     model, _ = load_model(run)
     settings = dict(temperature=0.8, top_k=50, eot=256)
     cropped = draw(model, 6, 1337, tuple(long.encode()[-10:]), **settings)
@@ -292,11 +486,17 @@ def test_sample_of_a_folder_that_is_no_run(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--max-new-tokens", "16"], r"--max-new-tokens \(16\).*ends at 16 tokens"),
+        (["--max-new-tokens", "16"], r"--max-new-tokens \(16\).*end at 16 tokens"),
         (["--max-new-tokens", "0"], r"max_new_tokens \(0\) at least 1"),
         (["--temperature", "-1"], r"temperature \(-1.0\)"),
         (["--temperature", "nan"], r"temperature \(nan\)"),
         (["--top-k", "-5"], r"top_k \(-5\)"),
+        (["--top-p", "0"], r"top_p \(0.0\)"),
+        (["--stop", ""], r"--stop ''"),
+        (["--yarn-factor", "2"], r"--yarn-factor: yarn_factor \(2.0\) needs pos_emb rope or rove"),
+        (["--prompt", "a", "--prompt-file", "b"], "give one of the two"),
+        (["--prompt-file", "no such file"], "--prompt-file no such file: No such file"),
+        (["--prompt-file", __file__ + "/../fixtures"], "--prompt-file .*irectory"),
     ],
     ids=str,
 )
@@ -306,9 +506,9 @@ def test_sample_refuses_in_one_line(tmp_path, monkeypatch, capsys, args, message
     )
     with pytest.raises(SystemExit) as exit:
         run_cli(sample.main)
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert exit.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
-    assert re.search(message, error)
+    assert re.search(message, error) and not out
 
 
 def test_sample_stops_at_end_of_text_unless_told_not_to(tmp_path, monkeypatch):
@@ -319,6 +519,84 @@ def test_sample_stops_at_end_of_text_unless_told_not_to(tmp_path, monkeypatch):
         monkeypatch, run, "--prompt", "x", "--max-new-tokens", "3", "--stop-at-eot", "False"
     )
     assert went_on == [{"prompt": "x", "text": "<|endoftext|>" * 3}]
+
+
+def test_several_prompts_are_written_as_if_alone(tmp_path, monkeypatch, capsys):
+    run = save_run(tmp_path, "rove")
+    prompts = ["ab", "c", "de", "", "fg", "h"]  # three lengths, so three groups
+    sizes = []
+    plain = sample.generate
+    monkeypatch.setattr(
+        sample, "generate", lambda m, p, *a, **k: sizes.append(p.shape) or plain(m, p, *a, **k)
+    )
+    results = run_sample(monkeypatch, run, "--prompt", *prompts, "--max-new-tokens", "9")
+    assert sorted(sizes) == [(1, 1), (2, 2), (3, 3)]
+    assert [r["prompt"] for r in results] == prompts  # in the order they were asked for
+    texts = [r["text"] for r in results]
+    line = "-" * 80
+    out = "".join(f"{p}{t}\n{line}\n" for p, t in zip(prompts, texts, strict=True))
+    assert capsys.readouterr().out == out
+    assert texts == [written_by(run, prompt, 9) for prompt in prompts]
+
+
+def test_groups_are_of_one_length_and_not_too_large():
+    prompts = [[0] * n for n in (2, 1, 2, 3, 1)] + [[0] * 7] * 40
+    found = sample.groups(prompts)
+    assert sorted(i for rows in found for i in rows) == list(range(45))
+    assert all(len({len(prompts[i]) for i in rows}) == 1 for rows in found)
+    assert max(map(len, found)) == 16 and len(found) == 3 + 3
+
+
+def test_prompt_from_a_file_and_from_standard_input(tmp_path, monkeypatch):
+    run = save_run(tmp_path, "rope", always=ord("!"))
+    file = tmp_path / "a prompt.txt"
+    text = "zwei\r\nZeilen: naïve 日本語\n"
+    file.write_bytes(text.encode())
+    short = ("--max-new-tokens", "2")
+    expected = [{"prompt": text, "text": "!!"}]  # to the last byte, line ends too
+    assert run_sample(monkeypatch, run, "--prompt-file", str(file), *short) == expected
+    with file.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert run_sample(monkeypatch, run, "--prompt-file", "-", *short) == expected
+    file.write_bytes(b"ab\xff")
+    with pytest.raises(UserError, match=r"a prompt.txt: not UTF-8 \(byte 2\)"):
+        run_sample(monkeypatch, run, "--prompt-file", str(file))
+
+
+def test_sample_stops_in_front_of_a_stop_string(tmp_path, monkeypatch, capsys):
+    run = save_run(tmp_path, "rope", always=ord("!"))
+    results = run_sample(monkeypatch, run, "--prompt", "x", "--stop", "?", "!!!")
+    assert results == [{"prompt": "x", "text": ""}]
+    assert capsys.readouterr().out == f"x\n{'-' * 80}\n"
+
+
+def test_one_prompt_is_printed_while_it_is_written(tmp_path, monkeypatch):
+    run = save_run(tmp_path, "rove")
+    shown, at = [], []
+    plain = sample.TextStream.push
+    monkeypatch.setattr(
+        "builtins.print", lambda *a, **k: shown.append(a[0]) if "file" not in k else None
+    )
+    monkeypatch.setattr(
+        sample.TextStream, "push", lambda self, t: at.append(len("".join(shown))) or plain(self, t)
+    )
+    results = run_sample(monkeypatch, run, "--prompt", "ab", "--max-new-tokens", "12")
+    assert at[0] == 2 and at[-1] > 6 and at == sorted(at)  # more after each token
+    assert "".join(shown) == f"ab{results[0]['text']}\n{'-' * 80}\n"
+
+
+def test_yarn_factor_of_the_command_line(tmp_path, monkeypatch, capsys):
+    run = save_run(tmp_path, "rove")
+    prompt = "long " * 8
+    args = ("--prompt", prompt, "--max-new-tokens", "20")
+    (result,) = run_sample(monkeypatch, run, *args, "--yarn-factor", "4")
+    assert capsys.readouterr().err == ""  # 61 tokens of 64
+    model, _ = load_model(run, yarn_factor=4.0)
+    ids = (256, *prompt.encode())
+    new = draw(model, 20, 1337, ids, temperature=0.8, top_k=50, eot=256)
+    assert result["text"] == get_tokenizer("bytes").decode(new)
+    (plain,) = run_sample(monkeypatch, run, *args)
+    assert plain["text"] != result["text"]
 
 
 def test_sample_is_repeatable_and_bytes_that_are_no_text_do_no_harm(tmp_path, monkeypatch):
