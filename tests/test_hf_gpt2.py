@@ -9,22 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from model import GPT, GPTConfig
+from nanorove.hf import from_hf_state
 from tests import reference
 
 
 def from_hf(state: dict[str, torch.Tensor], config: GPTConfig) -> GPT:
-    """A GPT with the weights of a HuggingFace GPT-2, whose linear layers are stored (in, out)."""
-    ours = {}
-    for name, t in state.items():
-        if name == "lm_head.weight":  # tied
-            continue
-        if ".c_" in name and t.ndim == 2:
-            t = t.T
-        if name.endswith("wte.weight"):
-            t = F.pad(t, (0, 0, 0, config.padded_vocab_size - t.size(0)))
-        ours[name] = t.clone()
-    model = GPT(config).to(next(iter(ours.values())).dtype)
-    model.load_state_dict(ours, strict=True)
+    """A GPT with the weights of a HuggingFace GPT-2."""
+    model = GPT(config).to(state["transformer.wte.weight"].dtype)
+    model.load_state_dict(from_hf_state(state, config, "here"), strict=True)
     return model
 
 
