@@ -366,6 +366,11 @@ def temperature_on_the_table(call, x, cos, sin):
     return rotate(x, m * cos, m * sin)
 
 
+def temperature_on_the_values(call, x, cos, sin):
+    m = math.sqrt(reference.temperature(4.0)) if call in ("v", "output") else 1.0
+    return rotate(x, m * cos, m * sin)  # the scores are right, only what is carried is too large
+
+
 CONTROLS = [
     (no_inverse, "equals_the_sum_over_offsets"),
     (no_inverse, "equals_the_golden_output"),
@@ -386,6 +391,10 @@ CONTROLS = [
     (temperature_on_the_table, "equals_the_golden_output"),
     (temperature_on_the_table, "first_token_gets_its_own_value"),
     (temperature_on_the_table, "one_key_ignores_the_yarn_factor"),
+    (temperature_on_the_values, "equals_the_sum_over_offsets"),
+    (temperature_on_the_values, "equals_the_golden_output"),
+    (temperature_on_the_values, "first_token_gets_its_own_value"),
+    (temperature_on_the_values, "one_key_ignores_the_yarn_factor"),
 ]
 
 
@@ -403,9 +412,10 @@ def test_negative_control(monkeypatch, fault, name):
         PROPERTIES[name]()
 
 
-def test_a_shift_cannot_see_the_temperature_on_the_table(monkeypatch):
+@pytest.mark.parametrize("fault", [temperature_on_the_table, temperature_on_the_values])
+def test_a_shift_cannot_see_the_temperature_on_the_table(monkeypatch, fault):
     # why the properties above are not one: m^2 R_(j-i) still depends on the offset alone
-    put_in(monkeypatch, temperature_on_the_table)
+    put_in(monkeypatch, fault)
     shift_invariant()
 
 
@@ -535,3 +545,7 @@ def test_the_page_on_rove_quotes_model_py_and_names_tests_that_exist():
     assert len(names) > 10 and all(f"def {name}(" in tests for name in names)
     properties = set(re.findall(r"`test_rove\[(\w+)\]`", page))
     assert properties <= set(PROPERTIES)
+    # the table of negative controls is complete
+    rows = re.findall(r"^\| `(\w+)` \| (`.*`) \|$", page, flags=re.M)
+    listed = [(fault, name) for fault, cell in rows for name in re.findall(r"`(\w+)`", cell)]
+    assert listed == [(fault.__name__, name) for fault, name in CONTROLS]
