@@ -8,47 +8,63 @@ a random order, so that a cold or network disk reads each shard once.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from data.shards import load_manifest, read_shard, shard_paths
+from data.shards import HEADER_BYTES, TokenStream, load_manifest
 from nanorove.errors import UserError
 
 
-class TokenStream:
-    """The shards of one split as one array of tokens, memory-mapped."""
-
-    def __init__(self, data_dir: str | Path, split: str) -> None:
-        paths = shard_paths(data_dir, load_manifest(data_dir), split)
-        self.shards = [read_shard(path) for path in paths]
-        # shard i holds the tokens starts[i] ... starts[i + 1] - 1 of the stream
-        self.starts = np.concatenate(([0], np.cumsum([len(s) for s in self.shards])))
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start ... start + count - 1 of the stream: (count,) int64."""
-        out = np.empty(count, dtype=np.int64)
-        done, shard = 0, int(np.searchsorted(self.starts, start, side="right")) - 1
-        while done < count:
-            offset = start + done - self.starts[shard]
-            piece = self.shards[shard][offset : offset + count - done]
-            out[done : done + len(piece)] = piece
-            done, shard = done + len(piece), shard + 1
-        return out
-
-
-def _windows(
-    stream: TokenStream, indices: np.ndarray, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows by index -> (x, y), each (B, T) int64; y is x one token later."""
-    rows = np.stack([stream.read(int(i) * block_size, block_size + 1) for i in indices])
-    tokens = torch.from_numpy(rows)  # (B, T + 1)
+def _tensors(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows (B, T + 1) -> (x, y), each (B, T) int64; y is x one token later."""
+    tokens = torch.from_numpy(rows.astype(np.int64))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class ShardReader:
+    """The shard in use and the next one, as arrays in memory, each read from first to last.
+
+    The windows of a shard are taken in a random order, and a cold or network disk is slow at that.
+    So a shard is read once, whole, and the one after it in a thread while this one is used: at most
+    two are in memory (uint16), and the change from one to the next waits for nothing.
+    """
+
+    def __init__(self, stream: TokenStream, block_size: int) -> None:
+        self.stream, self.block_size = stream, block_size
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="next-shard")
+        self.shard, self.tokens = -1, np.empty(0, dtype=np.uint16)
+        self.ahead: tuple[int, Future] | None = None
+
+    def get(self, shard: int, next_shard: int) -> np.ndarray:
+        """Tokens of `shard` and the block_size ones behind it, which its last window may need;
+        `next_shard` is what will be asked for after it."""
+        if shard != self.shard:
+            self.tokens = np.empty(0, dtype=np.uint16)  # before another one comes
+            ready = self.ahead is not None and self.ahead[0] == shard
+            self.tokens = self.ahead[1].result() if ready else self.read(shard)
+            self.shard, self.ahead = shard, None
+            if next_shard != shard:
+                self.ahead = next_shard, self.pool.submit(self.read, next_shard)
+        return self.tokens
+
+    def read(self, shard: int) -> np.ndarray:
+        """Read one shard from the disk. Raises UserError if it is not as long as at the start."""
+        path, start = self.stream.paths[shard], int(self.stream.starts[shard])
+        count = len(self.stream.shards[shard])
+        behind = min(self.block_size, len(self.stream) - start - count)
+        tokens = np.empty(count + behind, dtype="<u2")
+        with path.open("rb") as file:
+            file.seek(HEADER_BYTES)
+            got = file.readinto(memoryview(tokens[:count]).cast("B"))
+        if got != 2 * count:
+            raise UserError(f"{path}: shorter than at the start; prepare or download it again")
+        if behind:
+            tokens[count:] = self.stream.read(start + count, behind)
+        return tokens
 
 
 class TrainLoader:
@@ -68,7 +84,7 @@ class TrainLoader:
         world_size: int = 1,
     ) -> None:
         """Raises UserError if the split is shorter than one window (block_size + 1 tokens)."""
-        self.stream = TokenStream(data_dir, "train")
+        self.stream = TokenStream(data_dir, load_manifest(data_dir), "train")
         self.block_size = block_size
         self.micro_batch_size = micro_batch_size
         self.sequences_per_step = sequences_per_step
@@ -83,6 +99,7 @@ class TrainLoader:
         first = -(-self.stream.starts // block_size)
         self.first = np.minimum(first, self.n_windows)
         self.counts = tuple(int(n) for n in np.diff(self.first))
+        self.reader = ShardReader(self.stream, block_size)
 
     def epoch(self, step: int) -> float:
         """Epochs done after `step` steps."""
@@ -92,19 +109,32 @@ class TrainLoader:
         """This rank's inputs and targets, each (micro_batch_size, block_size) int64, on the CPU."""
         place = (micro_step * self.world_size + self.rank) * self.micro_batch_size
         sequences = step * self.sequences_per_step + place + np.arange(self.micro_batch_size)
-        return _windows(self.stream, self.window_indices(sequences), self.block_size)
+        rows = np.empty((self.micro_batch_size, self.block_size + 1), dtype=np.uint16)
+        for row, sequence in zip(rows, sequences.tolist(), strict=True):
+            row[:] = self._window(sequence)  # a copy, so that a shard can go when it is used up
+        return _tensors(rows)
 
-    def window_indices(self, sequences: np.ndarray) -> np.ndarray:
-        """Which window of the stream each sequence number of the training is."""
-        return np.array([self._window(*divmod(int(s), self.n_windows)) for s in sequences])
-
-    def _window(self, epoch: int, place: int) -> int:
+    def _window(self, sequence: int) -> np.ndarray:
+        """The window that is sequence number `sequence` of the training: (T + 1,) uint16."""
+        epoch, place = divmod(sequence, self.n_windows)
         shards, ends = _shard_order(self.seed, epoch, self.counts)
         turn = int(np.searchsorted(ends, place, side="right"))
-        shard = int(shards[turn])
-        n = self.counts[shard]
+        shard, n = int(shards[turn]), self.counts[int(shards[turn])]
         within = _window_order(self.seed, epoch, shard, n)
-        return int(self.first[shard] + within[place - (ends[turn] - n)])
+        window = int(self.first[shard] + within[place - (ends[turn] - n)])
+        tokens = self.reader.get(shard, self._next_shard(epoch, turn))
+        start = window * self.block_size - int(self.stream.starts[shard])
+        return tokens[start : start + self.block_size + 1]
+
+    def _next_shard(self, epoch: int, turn: int) -> int:
+        """The shard whose turn comes next, maybe in the next epoch; shards in which no window
+        starts have no turn."""
+        while True:
+            shards, _ = _shard_order(self.seed, epoch, self.counts)
+            for shard in shards[turn + 1 :]:
+                if self.counts[shard]:
+                    return int(shard)
+            epoch, turn = epoch + 1, -1
 
 
 # RandomState and not default_rng: numpy promises that its numbers never change
@@ -136,7 +166,7 @@ class ValLoader:
         world_size: int = 1,
     ) -> None:
         """Raises UserError if the split is shorter than val_tokens, or that than one window."""
-        self.stream = TokenStream(data_dir, "val")
+        self.stream = TokenStream(data_dir, load_manifest(data_dir), "val")
         self.block_size, self.micro_batch_size = block_size, micro_batch_size
         n_windows = val_tokens // block_size
         if n_windows < 1 or len(self.stream) < n_windows * block_size + 1:
@@ -149,6 +179,5 @@ class ValLoader:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's share: (x, y), each (up to micro_batch_size, block_size) int64."""
         for i in range(0, len(self.indices), self.micro_batch_size):
-            yield _windows(
-                self.stream, self.indices[i : i + self.micro_batch_size], self.block_size
-            )
+            starts = self.indices[i : i + self.micro_batch_size] * self.block_size
+            yield _tensors(np.stack([self.stream.read(s, self.block_size + 1) for s in starts]))

@@ -2,12 +2,15 @@
 
 A shard is 256 little-endian int32 (magic 20240520, version 1, token count, zeros), then the
 tokens as little-endian uint16: 1024 + 2 * count bytes, no more and no less.
+
+`python -m data.shards verify|show|docs DIR` looks into a folder of them (data/inspection.py).
 """
 
 import errno
 import hashlib
 import json
 import os
+import runpy
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from nanorove.errors import UserError
+from nanorove.files import fsync_dir
 
 MAGIC = 20240520
 VERSION = 1
@@ -69,14 +73,20 @@ def check_shard(path: str | Path) -> int:
         raise UserError(f"{path}: {size} bytes, shorter than the {HEADER_BYTES}-byte header; {fix}")
     magic, version, count = (int(v) for v in np.frombuffer(head, dtype="<i4")[:3])
     if magic != MAGIC:
-        raise UserError(f"{path}: magic {magic} instead of {MAGIC}, not a token shard; {fix}")
+        raise UserError(
+            f"{path}: magic {magic} at byte 0 instead of {MAGIC}, not a token shard; {fix}"
+        )
     if version != VERSION:
-        raise UserError(f"{path}: version {version} instead of {VERSION} (uint16 tokens); {fix}")
+        raise UserError(
+            f"{path}: version {version} at byte 4 instead of {VERSION} (uint16 tokens); {fix}"
+        )
     if count < 1:
-        raise UserError(f"{path}: the header says {count} tokens, a shard holds at least 1; {fix}")
+        raise UserError(
+            f"{path}: the header says {count} tokens at byte 8, a shard holds at least 1; {fix}"
+        )
     if size != HEADER_BYTES + 2 * count:
         raise UserError(
-            f"{path}: {size:,} bytes, but its header says {count:,} tokens, which take "
+            f"{path}: {size:,} bytes, but its header says {count:,} tokens at byte 8, which take "
             f"{HEADER_BYTES + 2 * count:,} bytes; {fix}"
         )
     return count
@@ -97,8 +107,16 @@ def check_ids(ids: np.ndarray, vocab_size: int, where: str | Path) -> None:
         wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
         raise UserError(
             f"{where}: token id {wrong} is outside the vocabulary (0..{vocab_size - 1}); "
-            "nothing written, check the tokenizer"
+            "this is the work of another tokenizer"
         )
+
+
+def count_ids(tokens: np.ndarray) -> np.ndarray:
+    """How often each id stands in uint16 `tokens`: (65536,) int64. Takes little memory."""
+    counts = np.zeros(MAX_VOCAB_SIZE, dtype=np.int64)
+    for i in range(0, len(tokens), 2**20):
+        counts += np.bincount(tokens[i : i + 2**20], minlength=MAX_VOCAB_SIZE)
+    return counts
 
 
 def load_manifest(data_dir: str | Path) -> dict:
@@ -114,9 +132,14 @@ def load_manifest(data_dir: str | Path) -> dict:
             f"`python -m data.stdlib --out {data_dir}` (or data.fineweb_edu, data.text)"
         )
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path)
         found = manifest["format"], manifest["version"]
         if found == (MANIFEST_FORMAT, MANIFEST_VERSION):
+            if "checksum" in manifest and manifest["checksum"] != checksum(manifest):
+                raise UserError(
+                    f"{path}: edited since it was written (its checksum differs); put the original "
+                    "back or prepare the folder again"
+                )
             check_vocab_size(manifest["tokenizer"]["vocab_size"])
             for shard in manifest["shards"]:
                 file = Path(data_dir) / shard["file"]
@@ -139,10 +162,29 @@ def load_manifest(data_dir: str | Path) -> dict:
     )
 
 
-def save_manifest(data_dir: str | Path, manifest: dict) -> None:
-    """Write manifest.json atomically. Written last, it says that the folder is complete."""
-    text = json.dumps(manifest, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    write_atomic(Path(data_dir) / MANIFEST, [text.encode()])
+def save_manifest(data_dir: str | Path, manifest: dict) -> dict:
+    """Write manifest.json atomically, with a checksum over the rest; returns what was written.
+    Written last, it says that the folder is complete."""
+    manifest = manifest | {"checksum": checksum(manifest)}
+    save_json(Path(data_dir) / MANIFEST, manifest)
+    return manifest
+
+
+def checksum(manifest: dict) -> str:
+    """Sha256 of a manifest's content, whatever its layout, but for the checksum itself."""
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises ValueError if it is none."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def save_json(path: Path, value: dict) -> None:
+    """Write a JSON file atomically."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    write_atomic(path, [text.encode()])
 
 
 def shard_paths(data_dir: str | Path, manifest: dict, split: str) -> list[Path]:
@@ -151,6 +193,42 @@ def shard_paths(data_dir: str | Path, manifest: dict, split: str) -> list[Path]:
     if not paths:
         raise UserError(f"{data_dir}: {MANIFEST} lists no {split} shard; prepare it again")
     return paths
+
+
+class TokenStream:
+    """The shards of one split as one array of tokens, memory-mapped."""
+
+    def __init__(self, data_dir: str | Path, manifest: dict, split: str) -> None:
+        self.paths = shard_paths(data_dir, manifest, split)
+        self.shards = [read_shard(path) for path in self.paths]
+        # shard i holds the tokens starts[i] ... starts[i + 1] - 1 of the stream
+        self.starts = np.concatenate(([0], np.cumsum([len(s) for s in self.shards])))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens start ... start + count - 1 of the stream: (count,) uint16."""
+        out = np.empty(count, dtype=np.uint16)
+        done, shard = 0, int(np.searchsorted(self.starts, start, side="right")) - 1
+        while done < count:
+            offset = start + done - self.starts[shard]
+            piece = self.shards[shard][offset : offset + count - done]
+            out[done : done + len(piece)] = piece
+            done, shard = done + len(piece), shard + 1
+        return out
+
+    def documents(self, eot: int) -> np.ndarray:
+        """Where documents start, and behind them the end of the stream: (documents + 1,) int64.
+
+        The public cut has tokens before the first start of training: the end of a document of
+        validation.
+        """
+        starts = [
+            offset + np.flatnonzero(shard == eot)
+            for offset, shard in zip(self.starts, self.shards, strict=False)
+        ]
+        return np.concatenate([*starts, self.starts[-1:]])
 
 
 def write_atomic(path: Path, parts: list[bytes | np.ndarray]) -> str:
@@ -169,13 +247,19 @@ def write_atomic(path: Path, parts: list[bytes | np.ndarray]) -> str:
             file.flush()
             os.fsync(file.fileno())
         os.replace(tmp, path)
+        fsync_dir(path.parent)
     except OSError as error:
         tmp.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(path.parent).free
             raise UserError(
                 f"disk full: {path} needs {need:,} bytes, {free:,} are free in {path.parent}; "
-                "make room or choose another --out, then run again"
+                "make room, then run again to go on"
             ) from None
         raise
     return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    # what looks into folders imports this file, so this file does not import it
+    runpy.run_module("data.inspection", run_name="__main__")

@@ -67,6 +67,7 @@ def source() -> Source:
         documents += package_modules(name, folder)
     # An order that only the names decide, so that the validation prefix is a fair sample.
     documents.sort(key=lambda d: hashlib.sha256(f"{d.kind}/{d.name}".encode()).digest())
+    units = [documents[i : i + UNIT_DOCUMENTS] for i in range(0, len(documents), UNIT_DOCUMENTS)]
     return Source(
         name="stdlib",
         description={
@@ -75,7 +76,7 @@ def source() -> Source:
             "packages": {name: importlib.metadata.version(name) for name in packages},
             "documents": len(documents),
         },
-        units=[documents[i : i + UNIT_DOCUMENTS] for i in range(0, len(documents), UNIT_DOCUMENTS)],
+        units=lambda files, i: units,
         read=read,
         deduplicate=True,
     )

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -19,12 +20,19 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 class Hub:
     """Serves `files` (path in the repository -> bytes) as the data set `repo`, at any revision.
 
-    `status` maps a path to an HTTP status to answer instead; `requests` lists (method, path).
+    `requests` lists (method, path). What may go wrong, by path of the repository: `status` is an
+    HTTP status to answer instead, `cut` how many transfers end half-way, `slow` the seconds that a
+    transfer takes, `instead` other content under the same etag. With `redirect`, files lie on
+    another server, as the big ones of the real hub do. `down` ends all connections at once.
     """
 
     def __init__(self, repo: str, files: dict[str, bytes]) -> None:
         self.repo, self.files = repo, files
         self.status: dict[str, int] = {}
+        self.cut: dict[str, int] = {}
+        self.slow: dict[str, float] = {}
+        self.instead: dict[str, bytes] = {}
+        self.redirect = self.down = False
         self.requests: list[tuple[str, str]] = []
         hub = self
 
@@ -70,10 +78,16 @@ class Hub:
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(request.path).path)
+        if self.down:
+            request.close_connection = True
+            return
         self.requests.append((request.command, path))
         api = f"/api/datasets/{self.repo}"
-        if match := re.fullmatch(rf"/datasets/{self.repo}/resolve/[^/]+/(.+)", path):
-            self.send_file(request, match[1])
+        if match := re.fullmatch(rf"/datasets/{self.repo}/resolve/([^/]+)/(.+)", path):
+            commit = match[1] if re.fullmatch("[0-9a-f]{40}", match[1]) else SHA
+            self.send_file(request, match[2], commit, self.redirect)
+        elif match := re.fullmatch(r"/elsewhere/(.+)", path):
+            self.send_file(request, match[1], SHA, redirect=False)
         elif match := re.fullmatch(rf"{api}/tree/[^/]+(?:/(.*))?", path):
             self.send_tree(request, match[1] or "", "recursive=true" in request.path.lower())
         elif re.fullmatch(rf"{api}(/revision/[^/]+)?", path):
@@ -81,18 +95,31 @@ class Hub:
         else:
             self.send(request, 404, b"<html>not here</html>")
 
-    def send_file(self, request: BaseHTTPRequestHandler, file: str) -> None:
+    def send_file(
+        self, request: BaseHTTPRequestHandler, file: str, commit: str, redirect: bool
+    ) -> None:
         if file in self.status:
             return self.send(request, self.status[file], b"<html>an error page</html>")
         if file not in self.files:
             return self.send(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
         body = self.files[file]
-        headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": SHA}
+        headers = {"ETag": f'"{etag(file, body)}"', "X-Repo-Commit": commit}
+        if redirect:
+            headers = {"X-Linked-ETag": headers.pop("ETag"), "X-Linked-Size": str(len(body))}
+            headers |= {"X-Repo-Commit": commit, "Location": f"{self.url}/elsewhere/{file}"}
+            return self.send(request, 302, b"", headers)
+        body = self.instead.get(file, body)
+        if request.command == "GET" and self.cut.get(file, 0) > 0:
+            self.cut[file] -= 1
+            headers["Content-Length"] = str(len(body))
+            request.close_connection = True
+            return self.send(request, 200, body[: len(body) // 2], headers)
+        seconds = self.slow.get(file, 0)
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", "")):
             first, last = int(match[1]), int(match[2] or len(body) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
-            return self.send(request, 206, body[first : last + 1], headers)
-        self.send(request, 200, body, headers)
+            return self.send(request, 206, body[first : last + 1], headers, seconds)
+        self.send(request, 200, body, headers, seconds)
 
     def send_tree(self, request: BaseHTTPRequestHandler, folder: str, recursive: bool) -> None:
         prefix = f"{folder}/" if folder else ""
@@ -102,6 +129,8 @@ class Hub:
                 name = path if recursive else prefix + path.removeprefix(prefix).split("/")[0]
                 oid = hashlib.sha1(name.encode()).hexdigest()
                 entry = {"type": "file", "path": name, "size": len(body), "oid": oid}
+                if name == path and is_big(path):
+                    entry["lfs"] = {"oid": etag(path, body), "size": len(body), "pointerSize": 134}
                 entries[name] = entry if name == path else entry | {"type": "directory", "size": 0}
         if not entries:
             return self.send(request, 404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -117,11 +146,27 @@ class Hub:
         status: int,
         body: bytes,
         headers: dict[str, str] | None = None,
+        seconds: float = 0,
     ) -> None:
+        headers = {"Content-Length": str(len(body))} | (headers or {})
         request.send_response(status)
-        for key, value in (headers or {}).items():
+        for key, value in headers.items():
             request.send_header(key, value)
-        request.send_header("Content-Length", str(len(body)))
         request.end_headers()
         if request.command == "GET":
-            request.wfile.write(body)
+            pieces = 50 if seconds else 1
+            for i in range(pieces):
+                time.sleep(seconds / pieces)
+                piece = body[len(body) * i // pieces : len(body) * (i + 1) // pieces]
+                request.wfile.write(piece)
+                request.wfile.flush()
+
+
+def is_big(file: str) -> bool:
+    """Whether the real hub would keep the file in its large file storage."""
+    return file.endswith((".parquet", ".bin"))
+
+
+def etag(file: str, body: bytes) -> str:
+    """Of a big file the sha256, else some other hash."""
+    return (hashlib.sha256 if is_big(file) else hashlib.sha1)(body).hexdigest()

@@ -18,7 +18,7 @@ from data import fineweb_edu, stdlib, text
 from data.prepare import prepare
 from nanorove.errors import UserError
 from tests.hub import SHA, Hub
-from tests.test_prepare import check_folder, expected
+from tests.test_prepare import check_folder, expected, parse
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,8 +58,8 @@ def same_shards(a: Path, b: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def corpus() -> stdlib.Source:
-    return stdlib.source()
+def corpus() -> list[stdlib.Document]:
+    return sum(stdlib.source().units([None], 0), [])
 
 
 def test_stdlib_runs_offline_and_alike_with_two_workers(tmp_path):
@@ -90,8 +90,7 @@ def test_stdlib_runs_offline_and_alike_with_two_workers(tmp_path):
 
 
 def test_stdlib_has_each_kind_and_no_tests(corpus):
-    documents = sum(corpus.units, [])
-    names = {kind: [d.name for d in documents if d.kind == kind] for kind in
+    names = {kind: [d.name for d in corpus if d.kind == kind] for kind in
              ("topic", "source", "builtin", "docstrings")}  # fmt: skip
     assert "assert" in names["topic"] and "json/decoder.py" in names["source"]
     assert "sys" in names["builtin"] and "json" not in names["builtin"]
@@ -101,13 +100,13 @@ def test_stdlib_has_each_kind_and_no_tests(corpus):
         folders = name.split("/")[:-1]
         assert not {"test", "tests", "site-packages", "idle_test"} & set(folders), name
     assert "pydoc_data/topics.py" not in names["source"]
-    assert len({(d.kind, d.name) for d in documents}) == len(documents)
+    assert len({(d.kind, d.name) for d in corpus}) == len(corpus)
 
 
 def test_stdlib_order_depends_on_the_names_alone(corpus):
-    names = [f"{d.kind}/{d.name}" for d in sum(corpus.units, [])]
+    names = [f"{d.kind}/{d.name}" for d in corpus]
     assert names == sorted(names, key=lambda name: sha256(name.encode()).hexdigest())
-    assert not any(d.name.startswith("/") or sys.prefix in d.name for d in sum(corpus.units, []))
+    assert not any(d.name.startswith("/") or sys.prefix in d.name for d in corpus)
     # every kind is in the first twentieth, which validation comes from
     assert {name.split("/")[0] for name in names[: len(names) // 20]} == {
         *("topic", "source", "builtin", "docstrings")
@@ -116,7 +115,7 @@ def test_stdlib_order_depends_on_the_names_alone(corpus):
 
 def test_stdlib_texts(corpus):
     wanted = {("source", "json/decoder.py"), ("topic", "assert"), ("builtin", "math")}
-    found = {d[:2]: list(stdlib.read([d])) for d in sum(corpus.units, []) if d[:2] in wanted}
+    found = {d[:2]: list(stdlib.read([d])) for d in corpus if d[:2] in wanted}
     assert found["source", "json/decoder.py"] == [
         Path(sys.modules["json"].__file__).with_name("decoder.py").read_text(encoding="utf-8")
     ]
@@ -148,9 +147,8 @@ def test_a_missing_package_and_an_undecodable_file_are_skipped(monkeypatch, tmp_
 
 
 def test_stdlib_imports_no_package():
-    code = (
-        "import sys; from data.stdlib import *; s = source(); [list(read(u)) for u in s.units[:9]];"
-    )
+    code = "import sys; from data.stdlib import *\n"
+    code += "[list(read(unit)) for unit in source().units([None], 0)[:9]]\n"
     code += "assert not {'torch', 'sympy', 'networkx'} & set(sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -179,6 +177,7 @@ def test_fineweb_from_the_hub_and_from_a_folder(tmp_path, fineweb):
     documents = expected(sum(FILES, []), val_tokens=500)
     manifest = check_folder(tmp_path / "hub", *documents, 1000, name="finewebedu")
     assert manifest["documents"]["empty"] == 2
+    assert [f["file"] for f in manifest["source"]["files"]] == fineweb.fetched()
     assert manifest["source"]["revision"] == "fc9850dff5e2d0f8f776efe41b24a1c49556cfc5"
     assert fineweb.fetched() == [f"sample/10BT/{k:03d}_00000.parquet" for k in range(3)]
     assert all("fc9850dff5e2d0f8f776efe41b24a1c49556cfc5" in path for _, path in fineweb.requests)
@@ -197,6 +196,22 @@ def test_fineweb_from_the_hub_and_from_a_folder(tmp_path, fineweb):
     again = ["--out", tmp_path / "hub", *SETTINGS]
     result = script("data.fineweb_edu", *again, env=env | {"HF_HUB_OFFLINE": "1"})
     assert result.returncode == 0 and "complete already" in result.stdout
+
+
+def test_fineweb_cut_like_the_public_shards(tmp_path):
+    for k, texts in enumerate(FILES):
+        (tmp_path / f"{k:03d}_00000.parquet").write_bytes(parquet(texts))
+    args = ["--local", tmp_path, "--out", tmp_path / "out", "--workers", 2, "--tokenizer", "bytes"]
+    sizes = ["--val-tokens", 1000, "--shard-tokens", 1000]
+    result = script("data.fineweb_edu", *args, *sizes, "--split", "public")
+    assert result.returncode == 0, result.stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    stream = sum(([256, *text.encode()] for text in sum(FILES, []) if text), [])
+    assert [shard["tokens"] for shard in manifest["shards"][:-1]] == [1000] * (len(stream) // 1000)
+    found = sum((parse(tmp_path / "out" / s["file"]) for s in manifest["shards"]), [])
+    assert found == stream
+    assert [s["split"] for s in manifest["shards"][:2]] == ["val", "train"]
+    assert "validation document goes on in training" in result.stdout
 
 
 def test_fineweb_fetches_no_more_than_it_needs(tmp_path, fineweb):
@@ -352,8 +367,15 @@ def test_text_from_the_hub(tmp_path):
         assert script("data.text", *local, *args).returncode == 0
         assert same_shards(tmp_path / "out", tmp_path / "local")
 
+
+@pytest.mark.slow
+def test_text_from_the_hub_refusals(tmp_path):
+    files = {"data/train.parquet": parquet(FILES[0], "body"), "README.md": b"---\n---\nhello\n"}
+    with Hub("some/set", files) as hub:
+        env = hub.environment(tmp_path / "home")
+
         def refused(spec, *more):
-            result = script("data.text", spec, "--out", tmp_path / "no", *args, *more, env=env)
+            result = script("data.text", spec, "--out", tmp_path / "no", *SETTINGS, *more, env=env)
             return error_line(result)
 
         assert "'nosplit'" in refused("hf:some/set::nosplit").replace('"', "'")

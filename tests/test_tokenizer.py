@@ -134,6 +134,76 @@ def test_unknown_name():
         get_tokenizer("gpt3")
 
 
+# The fast library, against the published algorithm and against tiktoken.
+
+
+@functools.cache
+def fast():
+    return get_tokenizer("gpt2", "gigatoken")
+
+
+@given(st.lists(st.text(), max_size=5))
+@settings(max_examples=300, deadline=None)
+def test_gigatoken_equals_the_published_algorithm(texts):
+    meant = [t.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for t in texts]
+    assert [ids.tolist() for ids in fast().encode_many(texts)] == list(map(reference_gpt2, meant))
+
+
+@pytest.mark.parametrize("step", [97, pytest.param(1, marks=pytest.mark.slow)])
+def test_gigatoken_knows_every_character(step):
+    """Its tables of letters, numbers and spaces are those of tiktoken, in any neighbourhood."""
+    points = [*range(0x300), *range(0x300, 0xD800, step), *range(0xE000, 0x110000, step)]
+    texts = [f"a{c}b {c}1{c}2 {c}{c}. {c} '{c}x" for c in map(chr, points)]
+    for text, ids in zip(texts, fast().encode_many(texts), strict=True):
+        assert np.array_equal(ids, gpt2().encode(text)), text
+
+
+@pytest.mark.parametrize("unit", ["a", "^", " ", "\n", "ab", "\u4e2d", "1", "\u00a0"])
+def test_gigatoken_on_long_runs_of_one_character(unit):
+    text = unit * 30_000
+    assert np.array_equal(fast().encode_many([text])[0], gpt2().encode(text))
+
+
+def test_gigatoken_is_made_anew_before_it_has_seen_too_much(monkeypatch):
+    tokenizer = get_tokenizer("gpt2", "gigatoken")
+    monkeypatch.setattr(tokenizer, "CACHE_CHARACTERS", 1000)
+    made = []
+    for i in range(10):
+        tokenizer.encode_many([f"{i} " * 200])
+        made.append(id(tokenizer._gigatoken))
+        assert tokenizer._cached <= 1000
+    tokenizer.encode_many(["x " * 2000])  # more than that at once
+    assert 3 <= len(set(made))
+
+
+@pytest.mark.parametrize("texts", [1, 63, 1000])
+def test_the_first_difference_stops_the_run(monkeypatch, texts):
+    tokenizer = get_tokenizer("gpt2", "gigatoken")
+    real, encoded = tokenizer._gigatoken, []
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda self, text: encoded.append(text) or gpt2().encode(text)
+    )
+    given = [f"text {i}" for i in range(texts)]
+    tokenizer.encode_many(given)
+    assert len(encoded) == -(-texts // 64)
+    sampled = encoded[-1]
+
+    class Wrong:
+        def encode(self, text):
+            ids = real.encode(text)
+            return ids[::-1] if text == sampled else ids
+
+    tokenizer._gigatoken = Wrong()
+    with pytest.raises(UserError, match=f"disagree on a text that begins '{sampled}'.*--encoder"):
+        tokenizer.encode_many(given)
+
+
+def test_gigatoken_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    with pytest.raises(UserError, match="pip install gigatoken.*--encoder tiktoken"):
+        get_tokenizer("gpt2", "gigatoken")
+
+
 # Sources of the vocabulary (tiktoken#513, #369: offline nodes).
 
 
@@ -237,7 +307,17 @@ assert "torch" not in sys.modules and "datasets" not in sys.modules
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer", "shards", "prepare", "stdlib", "fineweb_edu", "text"]
+    "name",
+    [
+        "tokenizer",
+        "shards",
+        "inspection",
+        "prepare",
+        "stdlib",
+        "fineweb_edu",
+        "pretokenized",
+        "text",
+    ],
 )
 def test_import_does_nothing(name, tmp_path):
     # build-nanogpt#4: on macOS every spawned child repeated the download and the pool
