@@ -1,7 +1,9 @@
 """scripts.experiment: the file, the comparison of arms, and a tiny experiment from end to end."""
 
 import json
+import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -108,9 +110,12 @@ def test_dry_run_of_the_demo(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "arms differ only in model.pos_emb" in out
     assert "$ python -m data.stdlib --tokenizer bytes --out data/stdlib_bytes" in out
+    commands = [shlex.split(line) for line in out.splitlines() if line.startswith("$")]
+    train = os.path.relpath(REPO / "train.py")  # in quotes where the path has a space
     for arm in ("rope", "rove"):
         run = f"runs/demo/{arm}-seed1337"
-        assert f"train.py configs/demo_{arm}.toml --seed 1337 --run_name {run[5:]} --resume" in out
+        options = ["--seed", "1337", "--run_name", run[5:], "--resume"]
+        assert ["$", "python", train, f"configs/demo_{arm}.toml", *options] in commands
         assert f"$ python -m scripts.eval_perplexity {run} --lengths 256,512,1024,2048,4096" in out
     assert "--out runs/demo" in out and "8 steps to run" in out
     assert not Path("runs").exists()
