@@ -6,17 +6,20 @@ On a laptop, a few minutes (after `python -m data.stdlib`):
 On one GPU, or on eight:
     python train.py configs/gpt2_124m_rove.toml
     torchrun --standalone --nproc_per_node=8 train.py configs/gpt2_124m_rove.toml
-On two machines of eight:
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
-        train.py configs/gpt2_124m_rove.toml
+On two machines of eight (the same on both; they share the folder runs/):
+    torchrun --nnodes=2 --nproc_per_node=8 --max-restarts=3 --rdzv_backend=c10d \
+        --rdzv_endpoint=HOST:29500 --rdzv_id=1 train.py configs/gpt2_124m_rove.toml --resume
 Any setting can be changed on the command line (--train.max_steps 100, see --help); --resume goes
-on from the run's last checkpoint.
+on from the run's last checkpoint. SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 save one and stop.
 
 CUDA and NCCL: written for them, but not yet run on a GPU by the authors; CPU and gloo are tested.
 """
 
 import contextlib
+import datetime
 import hashlib
+import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -30,47 +33,16 @@ from data.loader import TrainLoader, ValLoader
 from data.shards import MANIFEST, load_manifest
 from model import GPT
 from nanorove import checkpoint
+from nanorove.batches import Prefetcher
 from nanorove.config import Config, config_differences, config_from_dict, load_config
-from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
+from nanorove.distributed import init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
+from nanorove.files import write_text_atomic
+from nanorove.guards import BadSteps, StopSignal, check_weights
 from nanorove.optim import lr_at, make_optimizer
-from nanorove.runlog import RunLog, peak_memory_gib, run_facts
-
-
-def grad_accum_steps(config: Config, world_size: int) -> int:
-    """Micro-steps per optimizer step: total_batch_size tokens over micro batches and ranks.
-
-    Raises UserError with the sizes that would work.
-    """
-    tokens = config.train.micro_batch_size * config.model.context * world_size
-    total = config.train.total_batch_size
-    if total % tokens:
-        sizes = sorted({max(total // tokens, 1) * tokens, (total // tokens + 1) * tokens})
-        fits = [b for b in range(1, config.train.micro_batch_size)
-                if total % (b * config.model.context * world_size) == 0]  # fmt: skip
-        raise UserError(
-            f"train.total_batch_size ({total:,} tokens) is not a multiple of micro_batch_size"
-            f" {config.train.micro_batch_size} x context {config.model.context} x {world_size}"
-            f" processes = {tokens:,}; use --train.total_batch_size"
-            f" {' or '.join(map(str, sizes))}"
-            + (f", or --train.micro_batch_size {fits[-1]}" if fits else "")
-        )
-    return total // tokens
-
-
-@torch.no_grad()
-def evaluate_loss(model: nn.Module, val_data: ValLoader, info: DistInfo) -> float:
-    """Mean loss over all validation tokens, in nats: sums over all ranks, then one division."""
-    model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=info.device)  # sum of losses, tokens
-    for x, y in val_data:
-        x, y = x.to(info.device), y.to(info.device)
-        with info.autocast():
-            loss = model(x, y)
-        total += torch.stack((loss.double() * y.numel(), loss.new_tensor(y.numel()).double()))
-    loss_sum, tokens = info.sum_across_ranks(total).tolist()
-    model.train()
-    return loss_sum / tokens
+from nanorove.perf import grad_accum_steps, mfu_pct, out_of_room, start_block
+from nanorove.runlog import PREEMPTED, RunLog, peak_memory_gib, run_facts
+from nanorove.validation import evaluate_loss
 
 
 def find_checkpoint(config: Config, resume: bool) -> Path | None:
@@ -78,31 +50,33 @@ def find_checkpoint(config: Config, resume: bool) -> Path | None:
 
     Raises UserError rather than start over a run that has checkpoints.
     """
-    if not (config.run_dir / "ckpt" / "last").exists():
-        return None
-    step_dir = checkpoint.resolve_step_dir(config.run_dir)
-    if not resume:
+    found = sorted((config.run_dir / "ckpt").glob("step_????????"))
+    if found and not resume:
         raise UserError(
-            f"{config.run_dir} has checkpoints already, the last one {step_dir.name}:"
+            f"{config.run_dir} has checkpoints already, the newest one {found[-1].name}:"
             " add --resume to go on, or choose another --run_name"
         )
-    return step_dir
+    return checkpoint.find_resume_dir(config.run_dir, lambda line: print(f"resume: {line}"))
 
 
-def check_same_run(config: Config, meta: dict[str, Any], data_sha256: str, info: DistInfo) -> None:
-    """A resumed run must be the same experiment: refuse another one, print what else changed."""
-    differences = config_differences(config_from_dict(meta["config"]), config)
-    for key, (before, now) in differences.items():
-        if key.startswith("model.") or key in ("seed", "train.total_batch_size"):
-            raise UserError(
-                f"{config.run_dir}: {key} was {before} and is now {now}; a run cannot change it"
-                " at --resume, choose another --run_name"
-            )
-        info.print0(f"resume: {key} was {before} and is now {now}")
-    if meta["data"]["manifest_sha256"] != data_sha256:
+def check_same_run(config: Config, meta: dict[str, Any], data: dict[str, Any], rank: int) -> None:
+    """A resumed run must be the same experiment: print what differs, refuse what must not."""
+    rows = config_differences(config_from_dict(meta["config"]), config)
+    if meta["data"]["manifest_sha256"] != data["manifest_sha256"]:
+        rows["the data's manifest"] = meta["data"]["manifest_sha256"], data["manifest_sha256"]
+    fixed = [key for key in rows if key.startswith(("model.", "the data"))
+             or key in ("seed", "train.total_batch_size")]  # fmt: skip
+    if rows and rank == 0:
+        print(f"resume: {'setting':26} {'checkpoint':>24} {'now':>24}")
+        for key, (before, now) in rows.items():
+            mark = "  must not change" if key in fixed else ""
+            print(f"resume: {key:26} {str(before)[:24]:>24} {str(now)[:24]:>24}{mark}", flush=True)
+    if fixed:
+        before, now = rows[fixed[0]]
+        where = f" (with --data.dir {config.data.dir})" if fixed[0].startswith("the data") else ""
         raise UserError(
-            f"{config.data.dir}: another data set than the run began with (its manifest changed);"
-            " give that one with --data.dir, or choose another --run_name"
+            f"{config.run_dir}: {fixed[0]} was {before} and is now {now}{where}; a run cannot"
+            " change that at --resume: set it back, or choose another --run_name"
         )
 
 
@@ -120,49 +94,56 @@ def load_init_weights(model: GPT, config: Config) -> None:
 
 
 def main(config: Config, resume: bool = False) -> dict[str, float]:
-    """Train as `config` says; gives back {"step", "train/loss", "val/loss"} of the end."""
-    info = init_distributed()
+    """Train as `config` says; gives back {"step", "train/loss", "val/loss"} of the end.
+
+    Stopped by a signal it saves a checkpoint and comes back early, with the step it got to.
+    """
+    with contextlib.ExitStack() as at_the_end:  # log, threads and signals, however it ends
+        try:
+            return run_training(config, resume, at_the_end)
+        except (RuntimeError, OSError) as error:
+            raise out_of_room(error, config) or error from None
+
+
+def run_training(
+    config: Config, resume: bool, at_the_end: contextlib.ExitStack
+) -> dict[str, float]:
+    """The whole training, from top to bottom."""
     train, context = config.train, config.model.context
+    info = init_distributed(train.dtype, train.deterministic)
     accum_steps = grad_accum_steps(config, info.world_size)
     if train.attn_backend == "flash" and info.device.type != "cuda":
         raise UserError("train.attn_backend flash runs on CUDA GPUs only; use sdpa or eager")
 
     # data
-    manifest = load_manifest(config.data.dir)
-    data_sha256 = hashlib.sha256((Path(config.data.dir) / MANIFEST).read_bytes()).hexdigest()
-    tokenizer = manifest["tokenizer"]
+    tokenizer = load_manifest(config.data.dir)["tokenizer"]
+    manifest_sha256 = hashlib.sha256((Path(config.data.dir) / MANIFEST).read_bytes()).hexdigest()
+    data = {"manifest_sha256": manifest_sha256, "tokenizer": tokenizer}
     if tokenizer["vocab_size"] != config.model.vocab_size:
         raise UserError(
             f"{config.data.dir} was made with tokenizer {tokenizer['name']}, so model.vocab_size"
             f" must be {tokenizer['vocab_size']}, not {config.model.vocab_size}"
         )
     share = dict(rank=info.rank, world_size=info.world_size)
+    share |= dict(block_size=context, micro_batch_size=train.micro_batch_size)
+    sequences = train.total_batch_size // context
     train_data = TrainLoader(
-        config.data.dir,
-        block_size=context,
-        micro_batch_size=train.micro_batch_size,
-        sequences_per_step=train.total_batch_size // context,
-        seed=config.seed,
-        **share,
+        config.data.dir, sequences_per_step=sequences, seed=config.seed, **share
     )
-    val_data = ValLoader(
-        config.data.dir,
-        block_size=context,
-        micro_batch_size=train.micro_batch_size,
-        val_tokens=train.val_tokens,
-        **share,
-    )
+    val_data = ValLoader(config.data.dir, val_tokens=train.val_tokens, **share)
 
     # model: built on the CPU, so that the initial weights do not depend on the device
     try:
         raw_model = GPT(config.model, attn_backend=train.attn_backend, seed=config.seed)
     except ValueError as error:
         raise UserError(str(error)) from None
-    step_dir = find_checkpoint(config, resume)
-    meta: dict[str, Any] = {"step": 0, "val_loss": None, "best_val_loss": None, "wandb_id": None}
+    # workers that torchrun starts again after a failure go on by themselves
+    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    step_dir = info.from_rank0(lambda: find_checkpoint(config, resume))
+    meta: dict[str, Any] = {"step": 0, "val_loss": None, "best_val_loss": None, "best_step": None}
     if step_dir is not None:
-        meta = checkpoint.read_meta(step_dir)
-        check_same_run(config, meta, data_sha256, info)
+        meta |= checkpoint.read_meta(step_dir)
+        check_same_run(config, meta, data, info.rank)
         checkpoint.load_weights(raw_model, step_dir)
     elif config.init_from is not None:
         load_init_weights(raw_model, config)
@@ -170,77 +151,88 @@ def main(config: Config, resume: bool = False) -> dict[str, float]:
     optimizer = make_optimizer(raw_model, train)
     if step_dir is not None:
         checkpoint.load_optimizer(raw_model, optimizer, step_dir)
-    compiled = torch.compile(raw_model) if train.compile else raw_model
-    model = compiled
+    model = torch.compile(raw_model) if train.compile else raw_model  # the loss is part of it
     if info.is_distributed:
         device_ids = [info.device.index] if info.device.type == "cuda" else None
-        model = DDP(compiled, device_ids, gradient_as_bucket_view=True)
+        model = DDP(model, device_ids, gradient_as_bucket_view=True)
 
-    start_step = meta["step"]
+    # log
+    start_step, val_loss = meta["step"], meta["val_loss"]
+    best_val_loss, best_step = meta["best_val_loss"], meta["best_step"]
     if start_step > train.max_steps:
         raise UserError(
             f"{config.run_dir} is at step {start_step} already, beyond train.max_steps"
             f" ({train.max_steps}); raise it to go on"
         )
-    val_loss, best_val_loss = meta["val_loss"], meta["best_val_loss"]
-    log = None
+    info.print0(start_block(config, info, raw_model.num_params(), len(train_data.stream)))
+    log, facts = None, run_facts(info, raw_model.num_params())
     if info.rank == 0:
-        facts = run_facts(info, raw_model.num_params())
-        resume_step = start_step if step_dir is not None else None
-        log = RunLog(config, facts, resume_step, meta["wandb_id"])
-    info.print0(
-        f"run {config.run_dir} | {info.device.type} x {info.world_size}, "
-        f"{'bf16 autocast' if info.device.type == 'cuda' else 'fp32'}, attention"
-        f" {train.attn_backend}, compile {train.compile}\n"
-        f"model {config.model.pos_emb}, {raw_model.num_params():,} parameters | data"
-        f" {config.data.dir}, {len(train_data.stream):,} training tokens\n"
-        f"{train.total_batch_size:,} tokens per step = {accum_steps} micro-steps x"
-        f" {info.world_size} processes x {train.micro_batch_size} x {context} |"
-        f" {train.max_steps:,} steps = {train_data.epoch(train.max_steps):.2f} epochs"
-        + (f" | goes on at step {start_step}" if step_dir is not None else "")
-    )
+        log = RunLog(config, facts, meta if step_dir else None)
+        at_the_end.callback(log.close)
+        if step_dir is not None:  # what lies beyond it never was
+            print(f"resume: goes on at step {start_step}", flush=True)
+            if best_step is not None or best_val_loss is None:
+                checkpoint.mark_best(config.run_dir, best_step)
 
     def save(step: int) -> Path:
-        """All ranks wait for rank 0's save, so that none runs into a collective alone."""
-        path = config.run_dir / "ckpt" / f"step_{step:08d}"
-        if info.rank == 0:
-            checkpoint.save_checkpoint(
-                config.run_dir, step, config, raw_model, optimizer,
-                {
-                    "data": {"manifest_sha256": data_sha256, "tokenizer": tokenizer},
-                    "val_loss": None, "best_val_loss": best_val_loss, "wandb_id": log.wandb_id,
-                    "versions": facts["versions"], "threads": facts["threads"],
-                },
-            )  # fmt: skip
-        info.barrier()
-        return path
+        """Rank 0 writes and the others wait for it, so that none is alone in a collective."""
 
+        def write() -> Path:
+            log.sync()
+            about = {
+                "data": data, "val_loss": None, "best_val_loss": best_val_loss,
+                "best_step": best_step, "skipped_steps": bad_steps.total,
+                "wandb_id": log.wandb_id, "versions": facts["versions"],
+                "threads": facts["threads"],
+            }  # fmt: skip
+            return checkpoint.save_checkpoint(
+                config.run_dir, step, config, raw_model, optimizer, about
+            )
+
+        return info.from_rank0(write)
+
+    batches = Prefetcher(train_data.batch, info, start_step, train.max_steps, accum_steps)
+    at_the_end.callback(batches.close)
+    stop = StopSignal()
+    at_the_end.callback(stop.restore)
+    bad_steps, stopping = BadSteps(meta.get("skipped_steps", 0)), False
     train_loss, clock, clock_step = float("nan"), time.perf_counter(), start_step
     for step in range(start_step, train.max_steps + 1):  # `step` optimizer steps are done
         pause = time.perf_counter()
-        last_step = step == train.max_steps
-        saved = None
-        if step > start_step and (step % train.checkpoint_interval == 0 or last_step):
+        first_step, last_step = step == start_step, step == train.max_steps
+        checkpoint_now = last_step or stopping or step % train.checkpoint_interval == 0
+        evaluate_now = (last_step or step % train.eval_interval == 0) and not stopping
+        if first_step:
+            checkpoint_now = False
+            evaluate_now &= val_loss is None  # or it was evaluated before the stop
+        if checkpoint_now or evaluate_now:
+            check_weights(raw_model, info, step)
+        saved = step_dir if first_step else None
+        if checkpoint_now:
             saved = save(step)  # before the evaluation: a recovery point must not wait for it
-        elif step == start_step:
-            saved = step_dir
-        if (step % train.eval_interval == 0 or last_step) and not (
-            step == start_step and val_loss is not None  # was evaluated before the stop
-        ):
-            val_loss = evaluate_loss(compiled, val_data, info)
+        if evaluate_now:
+            val_loss, by_position = evaluate_loss(raw_model, val_data, info)
             if log:
                 log.write({"step": step, "tokens": step * train.total_batch_size,
-                           "val/loss": val_loss})  # fmt: skip
+                           "val/loss": val_loss, "val/loss_by_position": by_position})  # fmt: skip
             info.print0(f"step {step:6d} | val loss {val_loss:.4f}")
             if step > 0 and val_loss < (float("inf") if best_val_loss is None else best_val_loss):
-                best_val_loss = val_loss
+                best_val_loss, best_step = val_loss, step
                 saved = saved or save(step)
-                if info.rank == 0:
-                    checkpoint.mark_best(saved)
             if saved and info.rank == 0:
-                checkpoint.add_to_meta(saved, val_loss=val_loss, best_val_loss=best_val_loss)
+                if best_step == step:
+                    checkpoint.mark_best(config.run_dir, step)
+                checkpoint.add_to_meta(
+                    saved, val_loss=val_loss, best_val_loss=best_val_loss, best_step=best_step
+                )
         if saved and info.rank == 0:
             checkpoint.prune_checkpoints(config.run_dir, train.keep_checkpoints)
+        if stopping:
+            text = f"stopped at step {step} by {stop.name or 'a signal to another process'}"
+            if info.rank == 0:
+                write_text_atomic(config.run_dir / PREEMPTED, text + "\n")
+            info.print0(f"{text}: saved, --resume goes on")
+            return {"step": step, "train/loss": train_loss, "val/loss": val_loss}
         clock += time.perf_counter() - pause  # tokens/s is that of training alone
         if last_step:
             break
@@ -251,8 +243,7 @@ def main(config: Config, resume: bool = False) -> dict[str, float]:
             group["lr"] = lr
         loss_sum = torch.zeros((), device=info.device)
         for micro_step in range(accum_steps):
-            x, y = train_data.batch(step, micro_step)
-            x, y = x.to(info.device, non_blocking=True), y.to(info.device, non_blocking=True)
+            x, y = batches.get(step, micro_step)
             # gradients meet across ranks in the last micro-step alone; the flag must be set
             # before forward, where DDP reads it
             last_micro_step = micro_step == accum_steps - 1
@@ -264,36 +255,46 @@ def main(config: Config, resume: bool = False) -> dict[str, float]:
                 (loss / accum_steps).backward()
             loss_sum += loss.detach()
         grad_norm = nn.utils.clip_grad_norm_(raw_model.parameters(), train.grad_clip)
-        optimizer.step()
+        # the one wait for the GPU of a step: what all ranks must know and agree on
+        stats = torch.stack((loss_sum, grad_norm, torch.full_like(loss_sum, stop.name is not None)))
+        counts = torch.tensor((accum_steps * info.world_size, info.world_size, 1))
+        train_loss, norm, stopping = (info.sum_across_ranks(stats).cpu() / counts).tolist()
+        if math.isfinite(train_loss) and math.isfinite(norm):
+            optimizer.step()
+            bad_steps.good()
+        else:
+            info.print0(bad_steps.bad(step + 1, train_loss, norm, lr))
         optimizer.zero_grad(set_to_none=True)
 
         done = step + 1
         if done % train.log_interval == 0 or done == train.max_steps:
-            mean_loss = info.sum_across_ranks(loss_sum) / (accum_steps * info.world_size)
-            train_loss = mean_loss.item()  # waits for the GPU, so the time below is honest
             step_s = (time.perf_counter() - clock) / (done - clock_step)
-            clock, clock_step = time.perf_counter(), done
-            record = {
-                "step": done,
-                "tokens": done * train.total_batch_size,
-                "epoch": train_data.epoch(done),
-                "train/loss": train_loss,
-                "train/grad_norm": grad_norm.item(),
-                "train/lr": lr,
-                "perf/tokens_per_s": train.total_batch_size / step_s,
-                "perf/step_ms": 1000 * step_s,
-                "mem/peak_gib": peak_memory_gib(info.device),
-            }
+            tokens_per_s = train.total_batch_size / step_s
+            mfu = mfu_pct(config, tokens_per_s, facts["device"], info.world_size)
             if log:
-                log.write(record)
-            eta = time.strftime("%H:%M:%S", time.gmtime(step_s * (train.max_steps - done)))
+                log.write(
+                    {
+                        "step": done,
+                        "tokens": done * train.total_batch_size,
+                        "epoch": train_data.epoch(done),
+                        "train/loss": train_loss,
+                        "train/grad_norm": norm,
+                        "train/lr": lr,
+                        "train/skipped_steps": bad_steps.total,
+                        "perf/tokens_per_s": tokens_per_s,
+                        "perf/step_ms": 1000 * step_s,
+                        "perf/data_wait_ms": 1000 * batches.wait_s / (done - clock_step),
+                        "perf/mfu_pct": mfu,
+                        "mem/peak_gib": peak_memory_gib(info.device),
+                    }
+                )
             info.print0(
-                f"step {done:6d}/{train.max_steps} | loss {train_loss:.4f} | norm"
-                f" {record['train/grad_norm']:.3f} | lr {lr:.2e} |"
-                f" {record['perf/tokens_per_s']:,.0f} tok/s | {1000 * step_s:.0f} ms | eta {eta}"
+                f"step {done:6d}/{train.max_steps} | loss {train_loss:.4f} | norm {norm:.3f}"
+                f" | lr {lr:.2e} | {tokens_per_s:,.0f} tok/s | {1000 * step_s:.0f} ms | mfu"
+                f" {'n/a' if mfu is None else f'{mfu:.1f} %'} |"
+                f" eta {datetime.timedelta(seconds=round(step_s * (train.max_steps - done)))}"
             )
-    if log:
-        log.close()
+            clock, clock_step, batches.wait_s = time.perf_counter(), done, 0.0
     return {"step": train.max_steps, "train/loss": train_loss, "val/loss": val_loss}
 
 

@@ -3,13 +3,16 @@
     runs/<run_name>/ckpt/step_00000100/{model.safetensors, optimizer.safetensors, meta.json}
     runs/<run_name>/ckpt/{last, best}      one line each: the name of a step folder
 
-A step folder is written under a temporary name and renamed when everything is on the disk.
+A step folder is written under a temporary name and renamed when everything is on the disk, so
+what has a final name is whole; a folder that was damaged later is named, and a resume goes on from
+the one before it.
 """
 
 import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch
 from model import GPT, AttnBackend
 from nanorove.config import Config, config_from_dict, config_to_dict
 from nanorove.errors import UserError
-from nanorove.files import fsync_dir, sha256_file, write_text_atomic
+from nanorove.files import fsync_dir, sha256_file, strict, write_text_atomic
 
 SCHEMA = 1
 
@@ -36,51 +39,101 @@ def save_checkpoint(
     """Write step folder `step` and point `last` at it; gives back the folder.
 
     `model` is the plain module, so that no wrapper's prefix gets into the keys. `meta` is what a
-    resumed run must know besides (see train.py); sizes and hashes of the files are added.
+    resumed run must know besides (see train.py); sizes and hashes of the files are added. Raises
+    UserError if the disk refuses, for example full; the checkpoints before it stay as they were.
     """
     ckpt_dir = run_dir / "ckpt"
     final = ckpt_dir / f"step_{step:08d}"
     tmp = ckpt_dir / f"{final.name}.tmp"
     shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    state = {name: p.detach().contiguous() for name, p in model.state_dict().items()}
-    safetensors.torch.save_file(state, tmp / "model.safetensors")
-    safetensors.torch.save_file(_optimizer_tensors(model, optimizer), tmp / "optimizer.safetensors")
-    files = {}
-    for path in sorted(tmp.iterdir()):
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    meta = {"schema": SCHEMA, "step": step, "config": config_to_dict(config), **meta}
-    write_text_atomic(tmp / "meta.json", json.dumps(meta | {"files": files}, indent=2) + "\n")
-    shutil.rmtree(final, ignore_errors=True)  # a resumed run comes by the same step again
-    os.replace(tmp, final)
-    fsync_dir(ckpt_dir)
-    write_text_atomic(ckpt_dir / "last", final.name + "\n")
+    try:
+        tmp.mkdir(parents=True)
+        state = {name: p.detach().contiguous() for name, p in model.state_dict().items()}
+        moments = _optimizer_tensors(model, optimizer)
+        safetensors.torch.save_file(state, tmp / "model.safetensors")
+        safetensors.torch.save_file(moments, tmp / "optimizer.safetensors")
+        files = {}
+        for path in sorted(tmp.iterdir()):
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        meta = {"schema": SCHEMA, "step": step, "config": config_to_dict(config), **meta}
+        write_text_atomic(tmp / "meta.json", json.dumps(meta | {"files": files}, indent=2) + "\n")
+        _remove(final)  # a resumed run comes by the same step again
+        os.replace(tmp, final)
+        fsync_dir(ckpt_dir)
+        write_text_atomic(ckpt_dir / "last", final.name + "\n")
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(tmp, ignore_errors=True)  # its space may be what others need
+        raise UserError(
+            f"{final}: not saved ({error}); the checkpoints before it are as they were:"
+            " make room and go on with --resume"
+        ) from None
     return final
 
 
 def add_to_meta(step_dir: Path, **values: Any) -> None:
     """Note in a step folder's meta.json what was found out after it was saved."""
     meta = json.loads((step_dir / "meta.json").read_text())
-    write_text_atomic(step_dir / "meta.json", json.dumps(meta | values, indent=2) + "\n")
+    write_text_atomic(step_dir / "meta.json", json.dumps(strict(meta | values), indent=2) + "\n")
 
 
-def mark_best(step_dir: Path) -> None:
-    """Point `best` at a step folder."""
-    write_text_atomic(step_dir.parent / "best", step_dir.name + "\n")
+def mark_best(run_dir: Path, step: int | None) -> None:
+    """Point `best` at step folder `step`, or at nothing."""
+    pointer = run_dir / "ckpt" / "best"
+    if step is None:
+        pointer.unlink(missing_ok=True)
+    else:
+        write_text_atomic(pointer, f"step_{step:08d}\n")
 
 
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
-    """Delete all but the newest `keep` step folders and the one that `best` names."""
+    """Delete all but the newest `keep` step folders and the ones that `last` and `best` name."""
     ckpt_dir = run_dir / "ckpt"
-    keep_names = {path.name for path in sorted(ckpt_dir.glob("step_????????"))[-keep:]}
+    keep_names = {path.name for path in _step_dirs(run_dir)[:keep]}
     for pointer in ("last", "best"):
         if (ckpt_dir / pointer).exists():
             keep_names.add((ckpt_dir / pointer).read_text().strip())
     for path in ckpt_dir.glob("step_*"):
         if path.name not in keep_names:
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a step folder; a kill in the middle leaves no half of it under a final name."""
+    if path.exists() and path.suffix != ".old":
+        shutil.rmtree(old := path.with_name(path.name + ".old"), ignore_errors=True)
+        path = path.rename(old)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _step_dirs(run_dir: Path) -> list[Path]:
+    """All step folders of a run, the newest first."""
+    return sorted((run_dir / "ckpt").glob("step_????????"), reverse=True)
+
+
+def find_resume_dir(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """The step folder to go on from, checked to the last bit; None if the run has none at all.
+
+    That is the one `last` names; if it is damaged, `say` gets a line that names it, and the one
+    before it is taken. Raises UserError if no folder is whole.
+    """
+    found = _step_dirs(run_dir)
+    pointer = run_dir / "ckpt" / "last"
+    last = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    if last and last not in [path.name for path in found]:
+        say(f"{pointer} names {last!r}, which is not there")
+    elif last:
+        found = [path for path in found if path.name <= last]  # one may go back on purpose
+    for path in found:
+        try:
+            check_files(path, read_meta(path))
+            return path
+        except UserError as error:
+            say(f"{error}")
+    if found:
+        raise UserError(f"{run_dir}: every checkpoint is damaged; choose another --run_name")
+    return None
 
 
 def resolve_step_dir(path: str | Path) -> Path:
@@ -117,6 +170,19 @@ def read_meta(step_dir: Path) -> dict[str, Any]:
     return meta
 
 
+def check_files(step_dir: Path, meta: dict[str, Any], names: Iterable[str] | None = None) -> None:
+    """Compare files of a step folder (all, or `names`) with the hashes in its meta.
+
+    Raises UserError for one that differs. Reads them whole: about a second for a 124M model.
+    """
+    for name in names or meta["files"]:
+        if sha256_file(step_dir / name) != meta["files"].get(name, {}).get("sha256"):
+            raise UserError(
+                f"{step_dir / name}: not the bytes that were saved (sha256): damaged;"
+                " use an earlier step"
+            )
+
+
 def load_model(
     path: str | Path,
     *,
@@ -132,6 +198,7 @@ def load_model(
     """
     step_dir = resolve_step_dir(path)
     meta = read_meta(step_dir)
+    check_files(step_dir, meta, ["model.safetensors"])
     gpt_config = config_from_dict(meta["config"]).model
     try:
         if yarn_factor is not None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import math
 import os
 import re
 import tomllib
@@ -42,7 +43,7 @@ class TrainConfig:
     learning_rate: float
     """The peak, reached after warmup_steps."""
     min_lr: float
-    """Where the cosine ends, at max_steps."""
+    """Where the schedule ends, at max_steps."""
     weight_decay: float
     """On matrices only; not on biases and norms."""
     beta1: float
@@ -60,6 +61,13 @@ class TrainConfig:
     compile: tyro.conf.FlagConversionOff[bool]
     """True or False: torch.compile the model; the first step then takes a minute."""
     attn_backend: Literal["eager", "sdpa", "flash"]
+    # a file must have these too; the values are those of checkpoints made before there were any
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: half a cosine, or a plateau and a line down in the last fifth (wsd)."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the matrix products: bf16 autocast or plain fp32. Weights and optimizer are fp32."""
+    deterministic: tyro.conf.FlagConversionOff[bool] = False
+    """True or False: the same bits each time on a GPU as well, slower. A CPU does so anyway."""
 
     def __post_init__(self) -> None:
         for name in ("total_batch_size", "micro_batch_size", "max_steps", "eval_interval",
@@ -67,6 +75,11 @@ class TrainConfig:
                      "log_interval"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} ({getattr(self, name)}) must be a finite number")
+        if self.deterministic and self.attn_backend == "flash":
+            raise ValueError("attn_backend (flash) is not deterministic (True); use sdpa")
         if not 0 <= self.warmup_steps <= self.max_steps:
             raise ValueError(
                 f"warmup_steps ({self.warmup_steps}) must be between 0"

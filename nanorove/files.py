@@ -1,8 +1,10 @@
 """Files that are either whole or not there."""
 
 import hashlib
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 
 def fsync_dir(path: Path) -> None:
@@ -23,6 +25,13 @@ def write_text_atomic(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(tmp, path)
     fsync_dir(path.parent)
+
+
+def strict(value: Any) -> Any:
+    """A NaN or an infinity becomes None: JSON has no word for them, and readers stumble."""
+    if isinstance(value, dict):
+        return {key: strict(v) for key, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sha256_file(path: Path) -> str:

@@ -1,13 +1,16 @@
-"""The record of a run: metrics.jsonl, the same to wandb, a line to the console.
+"""The record of a run: metrics.jsonl.
 
-metrics.jsonl is the one that counts: one JSON object a line, each with "step" (optimizer steps
-done). Plots and reports read it; nobody parses console output.
+One JSON object a line, each with "step" (optimizer steps done). Plots, reports and wandb (see
+wandb_mirror.py) read it; nobody parses console output.
 """
 
+import contextlib
 import importlib.metadata
 import json
+import os
 import platform
 import resource
+import secrets
 import subprocess
 import sys
 import time
@@ -16,9 +19,12 @@ from typing import Any
 
 import torch
 
-from nanorove.config import Config, config_to_dict, config_to_toml
+from nanorove import wandb_mirror
+from nanorove.config import Config, config_to_toml
 from nanorove.distributed import DistInfo
-from nanorove.files import write_text_atomic
+from nanorove.files import strict, write_text_atomic
+
+PREEMPTED = "PREEMPTED"  # in the run folder: stopped by a signal, --resume goes on
 
 
 def versions() -> dict[str, str]:
@@ -71,65 +77,54 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class RunLog:
-    """Rank 0's log. A resumed run (resume_step) forgets what was logged beyond its checkpoint."""
+    """Rank 0's log. A resumed run forgets what was logged beyond its checkpoint.
+
+    resume: meta of the checkpoint that the run goes on from, None for a run from its start.
+    """
 
     def __init__(
-        self,
-        config: Config,
-        facts: dict[str, Any],
-        resume_step: int | None,
-        wandb_id: str | None,
+        self, config: Config, facts: dict[str, Any], resume: dict[str, Any] | None
     ) -> None:
-        self.path = config.run_dir / "metrics.jsonl"
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(config.run_dir / "config.toml", config_to_toml(config))
-        write_text_atomic(config.run_dir / "meta.json", json.dumps(facts, indent=2) + "\n")
+        run_dir = config.run_dir
+        self.path = run_dir / "metrics.jsonl"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(run_dir / "config.toml", config_to_toml(config))
+        write_text_atomic(run_dir / "meta.json", json.dumps(facts, indent=2) + "\n")
+        (run_dir / PREEMPTED).unlink(missing_ok=True)
         kept = []
-        if resume_step is not None and self.path.exists():
-            text = self.path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]  # a kill or a full disk may have cut the last line
-            kept = [r for r in map(json.loads, whole.splitlines()) if r["step"] <= resume_step]
-            kept.append({"step": resume_step, "event": "resume"})
+        if resume is not None:
+            old = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+            whole = old[: old.rfind("\n") + 1]  # a kill or a full disk may have cut the last line
+            # a checkpoint without val_loss was made before the evaluation of its step, which
+            # comes again
+            again = resume["step"] + (resume["val_loss"] is not None)
+            for record in map(json.loads, whole.splitlines()):
+                if record["step"] < again or (
+                    record["step"] == resume["step"] and "val/loss" not in record
+                ):
+                    kept.append(record)
+            kept.append({"step": resume["step"], "event": "resume"})
         write_text_atomic(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self.file = self.path.open("a", encoding="utf-8")
-        self.wandb = _init_wandb(config, facts, wandb_id)
-        self.wandb_id: str | None = self.wandb.id if self.wandb else None
+        self.wandb_id: str | None = (resume or {}).get("wandb_id")
+        self.wandb = None
+        if config.log.wandb == "disabled":
+            print("wandb: disabled")
+        else:
+            self.wandb_id = self.wandb_id or secrets.token_hex(4)
+            self.wandb = wandb_mirror.start(run_dir, self.wandb_id)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; it must have "step"."""
-        self.file.write(json.dumps(record) + "\n")
+        """One line of metrics.jsonl; it must have "step". A value that is no number is null."""
+        self.file.write(json.dumps(strict(record), allow_nan=False) + "\n")
         self.file.flush()
-        if self.wandb:
-            self.wandb.log(record)
+
+    def sync(self) -> None:
+        """What was written survives a power cut: before a checkpoint that builds on it."""
+        os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # a full disk was reported when it was written to
+            self.file.close()
         if self.wandb:
-            self.wandb.finish()
-
-
-def _init_wandb(config: Config, facts: dict[str, Any], wandb_id: str | None) -> Any:
-    """A wandb run, or None where it is disabled."""
-    mode = config.log.wandb
-    if mode == "disabled":
-        print("wandb: disabled")
-        return None
-    import wandb  # not at the top: who does not use it need not have it
-
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
-        print(f"wandb: no API key, so it logs offline into {config.run_dir}/wandb"
-              " (`wandb login` before the run, or `wandb sync` after it)")  # fmt: skip
-        mode = "offline"
-    run = wandb.init(
-        project=config.log.project,
-        name=config.run_name,
-        id=wandb_id,
-        resume="allow" if wandb_id else None,
-        mode=mode,
-        dir=str(config.run_dir),
-        group=config.data.dir,
-        tags=[config.model.pos_emb],
-        config={**config_to_dict(config), **facts},
-    )
-    run.define_metric("*", step_metric="step")  # its own axis: a resume may go back a few steps
-    return run
+            wandb_mirror.finish(self.wandb)

@@ -54,6 +54,9 @@ keep_checkpoints = 2
 log_interval = 1
 compile = false
 attn_backend = "sdpa"
+schedule = "cosine"
+dtype = "fp32"
+deterministic = false
 
 [log]
 wandb = "disabled"
@@ -90,8 +93,15 @@ def write_data_dir(
         "text_bytes": {"val": 1, "train": 1},
         "shards": shards,
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
     return folder
+
+
+def with_checksum(manifest: dict) -> dict:
+    """A manifest with the checksum over all the rest, which an edited one has not."""
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
+    digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return rest | {"checksum": digest}
 
 
 def toy_tokens(n: int, seed: int) -> list[int]:

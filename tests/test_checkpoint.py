@@ -182,8 +182,9 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(run, monkeypatch, where
                 checkpoint, "write_text_atomic",
                 lambda path, text: full() if path.name == name else write(path, text),
             )  # fmt: skip
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(UserError, match=r"step_00000002: not saved .*No space left") as error:
             run.save(2)
+        assert "\n" not in str(error.value) and "--resume" in str(error.value)
 
     assert resolve_step_dir(run.dir) == first
     assert {p: (first / p).read_bytes() for p in os.listdir(first)} == before
@@ -192,6 +193,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(run, monkeypatch, where
         read_meta(path)  # what has a final name is complete
         load_model(path)
     assert ((run.dir / "ckpt" / "step_00000002").exists()) == (where == "last")
+    assert not list((run.dir / "ckpt").glob("*_00000002.tmp"))  # its space is free again
 
     second = run.save(2)  # and the next try is not disturbed by the rubbish
     prune_checkpoints(run.dir, 2)
@@ -325,7 +327,7 @@ def test_prune_keeps_the_newest_and_the_best(run):
     for step in (1, 2, 3, 20, 100):
         run.save(step)
         if step == 2:
-            mark_best(run.dir / "ckpt" / "step_00000002")
+            mark_best(run.dir, 2)
     (run.dir / "ckpt" / "step_00000101.tmp").mkdir()  # left by a killed save
     prune_checkpoints(run.dir, 2)
     expected = ["best", "last", "step_00000002", "step_00000020", "step_00000100"]

@@ -21,7 +21,8 @@ data.dir
 train.total_batch_size train.micro_batch_size train.max_steps train.warmup_steps
 train.learning_rate train.min_lr train.weight_decay train.beta1 train.beta2 train.grad_clip
 train.eval_interval train.val_tokens train.checkpoint_interval train.keep_checkpoints
-train.log_interval train.compile train.attn_backend
+train.log_interval train.compile train.attn_backend train.schedule train.dtype
+train.deterministic
 log.wandb log.project""".split()
 
 
@@ -199,7 +200,16 @@ def test_missing_file_folder_and_broken_toml(tiny_toml, capfd, tmp_path):
         (["--train.warmup_steps", "7"], ["warmup_steps (7)", "max_steps (6)"]),
         (["--train.warmup_steps=-1"], ["warmup_steps (-1)"]),
         (["--train.min_lr", "1"], ["min_lr (1.0)", "learning_rate (0.01)"]),
-        (["--train.learning_rate", "nan"], ["nan"]),
+        (["--train.learning_rate", "nan"], ["learning_rate (nan)"]),
+        (["--train.learning_rate", "inf"], ["learning_rate (inf)"]),
+        (["--train.min_lr", "nan"], ["min_lr (nan)"]),
+        (["--train.weight_decay", "nan"], ["weight_decay (nan)"]),
+        (["--train.weight_decay", "inf"], ["weight_decay (inf)"]),
+        (["--train.grad_clip", "nan"], ["grad_clip (nan)"]),
+        (
+            ["--train.deterministic", "True", "--train.attn_backend", "flash"],
+            ["attn_backend (flash)", "deterministic (True)"],
+        ),
         (["--train.max_steps", "0"], ["max_steps (0)"]),
         (["--train.micro_batch_size", "0"], ["micro_batch_size (0)"]),
         (["--train.keep_checkpoints", "0"], ["keep_checkpoints (0)"]),

@@ -8,8 +8,8 @@ import torch
 
 from model import GPT
 from nanorove.config import Config, config_differences, load_config_file
+from nanorove.perf import grad_accum_steps
 from tests.conftest import REPO
-from train import grad_accum_steps
 
 NAMES = [
     "demo_rope", "demo_rove",
@@ -70,6 +70,7 @@ def test_recipe_of_the_gpt2_reproduction(name):
     assert config.model.rope_base == 10000.0
     assert config.model.head_dim == 64
     assert config.log.wandb == "online"
+    assert (train.schedule, train.dtype, train.deterministic) == ("cosine", "bf16", False)
     assert train.min_lr == pytest.approx(0.1 * train.learning_rate)
 
 
@@ -133,6 +134,7 @@ def test_demo_is_for_a_laptop(name):
     assert (config.model.vocab_size, config.model.block_size) == (257, 256)
     assert config.log.wandb == "disabled"
     assert not config.train.compile  # needs no C compiler
+    assert config.train.dtype == "fp32"
     assert GPT(config.model).num_params() < 2_000_000
 
 

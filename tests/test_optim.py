@@ -17,8 +17,12 @@ TRAIN = TrainConfig(
 )  # fmt: skip
 
 
-def rates(max_steps: int, warmup_steps: int, beyond: int = 0) -> list[float]:
-    train = dataclasses.replace(TRAIN, max_steps=max_steps, warmup_steps=warmup_steps)
+def rates(
+    max_steps: int, warmup_steps: int, beyond: int = 0, schedule: str = "cosine"
+) -> list[float]:
+    train = dataclasses.replace(
+        TRAIN, max_steps=max_steps, warmup_steps=warmup_steps, schedule=schedule
+    )
     return [lr_at(step, train) for step in range(max_steps + beyond)]
 
 
@@ -55,6 +59,33 @@ def test_lr_shape(max_steps, warmup_steps):
     assert all(a > b for a, b in itertools.pairwise(lr[warmup_steps:max_steps]))
     assert lr[max_steps - 2] > 0.1
     assert lr[max_steps - 1 :] == pytest.approx(21 * [0.1], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "warmup_steps", "expected"),
+    [
+        # the last fifth of the 10 intervals is a line from 1.0 down to 0.1
+        (11, 0, [*9 * [1.0], 0.55, 0.1]),
+        (13, 2, [0.5, 1.0, *9 * [1.0], 0.55, 0.1]),
+        (21, 0, [*17 * [1.0], 0.775, 0.55, 0.325, 0.1]),
+        (5, 5, [0.2, 0.4, 0.6, 0.8, 1.0]),
+        (4, 3, [1 / 3, 2 / 3, 1.0, 1.0]),
+        (1, 0, [1.0]),
+        (1, 1, [1.0]),
+        (2, 0, [1.0, 0.1]),
+    ],
+)
+def test_warmup_stable_decay(max_steps, warmup_steps, expected):
+    found = rates(max_steps, warmup_steps, schedule="wsd")
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_longer_run_shares_the_plateau():
+    """What warm-up-stable-decay is for: before the decay the rates do not depend on max_steps, so
+    a checkpoint of the plateau can go on to another end."""
+    short, long = rates(101, 10, schedule="wsd"), rates(1001, 10, schedule="wsd")
+    assert short[:82] == long[:82] and short[-1] < 1.0
+    assert rates(101, 10, beyond=9, schedule="wsd")[100:] == pytest.approx(10 * [0.1])
 
 
 @pytest.mark.parametrize("pos_emb", ["learned", "rope", "rove"])

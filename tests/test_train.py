@@ -21,6 +21,7 @@ from model import GPT
 from nanorove import checkpoint
 from nanorove.config import load_config
 from nanorove.errors import UserError
+from nanorove.perf import grad_accum_steps
 from tests.conftest import REPO, toy_tokens, write_data_dir
 
 
@@ -183,6 +184,13 @@ def test_validation_loss_is_the_mean_over_the_fixed_tokens(tiny_toml, data_dir):
     assert val[0] == pytest.approx(loss(), rel=1e-6)
     model.load_state_dict(weights("tiny"))
     assert val[6] == pytest.approx(loss(), rel=1e-6)
+    # by position: the mean over the 25 windows, bins that double
+    logits = model(stream[:200].view(25, 8)).double()
+    losses = F.cross_entropy(logits.view(200, 257), stream[1:201], reduction="none").view(25, 8)
+    at = losses.mean(0).tolist()
+    bins = {"0": at[:1], "1": at[1:2], "2-3": at[2:4], "4-7": at[4:]}
+    expected = {name: pytest.approx(sum(v) / len(v), rel=1e-6) for name, v in bins.items()}
+    assert curve("tiny", "val/loss_by_position")[6] == expected
     last = curve("tiny", "train/loss")[6]
     assert result == {"step": 6, "train/loss": last, "val/loss": val[6]}
 
@@ -197,12 +205,14 @@ def test_it_learns(tiny_toml):
 def test_record_of_a_run(tiny_toml, capfd):
     run(tiny_toml(), "--train.log_interval", "4", "--train.eval_interval", "5")
     training = {"step", "tokens", "epoch", "train/loss", "train/grad_norm", "train/lr",
-                "perf/tokens_per_s", "perf/step_ms", "mem/peak_gib"}  # fmt: skip
+                "train/skipped_steps", "perf/tokens_per_s", "perf/step_ms", "perf/data_wait_ms",
+                "perf/mfu_pct", "mem/peak_gib"}  # fmt: skip
+    validation = {"step", "tokens", "val/loss", "val/loss_by_position"}
     assert [(r["step"], "val/loss" in r) for r in records()] == [
         (0, True), (4, False), (5, True), (6, False), (6, True),
     ]  # fmt: skip
     for r in records():
-        assert set(r) == ({"step", "tokens", "val/loss"} if "val/loss" in r else training)
+        assert set(r) == (validation if "val/loss" in r else training)
         assert r["tokens"] == 64 * r["step"]
         if "val/loss" not in r:
             assert r["perf/tokens_per_s"] * r["perf/step_ms"] == pytest.approx(64 * 1000)
@@ -370,7 +380,7 @@ def test_resume_without_a_checkpoint_starts_at_0(tiny_toml):
         ("train.total_batch_size", "64", "128"),
     ],
 )
-def test_another_experiment_is_not_resumed(tiny_toml, key, before, now):
+def test_another_experiment_is_not_resumed(tiny_toml, capfd, key, before, now):
     with dies("step", 4):
         run(tiny_toml())
     metrics = Path("runs/tiny/metrics.jsonl").read_bytes()
@@ -378,6 +388,8 @@ def test_another_experiment_is_not_resumed(tiny_toml, key, before, now):
         run("tiny.toml", "--resume", f"--{key}", now)
     for part in ("runs/tiny", key, f"was {before}", f"now {now}", "--run_name"):
         assert part in str(error.value)
+    (row,) = [line for line in capfd.readouterr().out.splitlines() if "must not change" in line]
+    assert row.split()[:4] == ["resume:", key, before, now]
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == metrics  # nothing was touched
     config = Path("runs/tiny/config.toml").read_text()
     assert 'pos_emb = "rove"' in config and "seed = 7" in config
@@ -399,27 +411,70 @@ def test_what_may_change_at_a_resume_is_printed(tiny_toml, capfd):
     run(tiny_toml(), "--run_name", "unbroken")
     with dies("step", 4):
         run("tiny.toml")
+    shutil.copytree("runs/tiny", "runs/longer")
     capfd.readouterr()
+    # other sums of floats, and a longer way to the same rates (all of them are the peak)
+    argv = ["--train.micro_batch_size", "4", "--train.max_steps", "7", "--train.min_lr", "2e-3"]
+    run("tiny.toml", "--resume", *argv, "--run_name", "longer")
+    out = capfd.readouterr().out
+    table = [line.split()[1:] for line in out.splitlines() if line.startswith("resume: ")]
+    assert table[:5] == [
+        ["setting", "checkpoint", "now"], ["run_name", "tiny", "longer"],
+        ["train.micro_batch_size", "2", "4"],
+        ["train.max_steps", "6", "7"], ["train.min_lr", "0.001", "0.002"],
+    ]  # fmt: skip
+    assert curve("longer", "train/lr")[7] == 2e-3 and "goes on at step 3" in out
     run("tiny.toml", "--resume", "--train.micro_batch_size", "4")
     out = capfd.readouterr().out
-    assert "resume: train.micro_batch_size was 2 and is now 4" in out
     assert "goes on at step 3" in out
     assert_close(weights("tiny"), weights("unbroken"), atol=1e-4)
     assert curve("tiny", "train/loss") == pytest.approx(curve("unbroken", "train/loss"), rel=1e-4)
 
 
-def test_a_damaged_checkpoint_is_named_at_resume(tiny_toml):
-    with dies("step", 4):
-        run(tiny_toml())
-    path = Path("runs/tiny/ckpt/step_00000003/model.safetensors")
-    os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(UserError, match=r"step_00000003/model\.safetensors"):
+@pytest.mark.parametrize("damage", ["cut", "one bit", "gone", "meta", "last"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tiny_toml, capfd, damage):
+    """train-llm-from-scratch#36: the run goes on, and ends as if nothing had been."""
+    run(tiny_toml(), "--run_name", "unbroken", "--train.checkpoint_interval", "2")
+    argv = ["--train.checkpoint_interval", "2", "--train.keep_checkpoints", "3"]
+    with dies("step", 5):
+        run("tiny.toml", *argv)
+    folder = Path("runs/tiny/ckpt/step_00000004")
+    path = folder / "optimizer.safetensors"
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    elif damage == "one bit":
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "meta":
+        (folder / "meta.json").write_text("{")
+    else:
+        Path("runs/tiny/ckpt/last").write_text("step_000")
+    capfd.readouterr()
+    run("tiny.toml", *argv, "--resume")
+    out = capfd.readouterr().out
+    # 3 was evaluated and the best so far, so it was saved too
+    assert "goes on at step 4" in out if damage == "last" else "goes on at step 3" in out
+    named = {"meta": "meta.json", "last": "step_000'"}.get(damage, "optimizer.safetensors")
+    (line,) = [line for line in out.splitlines() if named in line]
+    assert line.startswith("resume: runs/tiny/ckpt/")
+    assert hashes("tiny") == hashes("unbroken") and comparable("tiny") == comparable("unbroken")
+
+
+def test_no_checkpoint_is_whole(tiny_toml):
+    """Then the run is not silently started over."""
+    run(tiny_toml())
+    for path in Path("runs/tiny/ckpt").glob("step_*/model.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="runs/tiny: every checkpoint is damaged"):
         run("tiny.toml", "--resume")
 
 
 def scripted_losses(monkeypatch, values: list[float]) -> None:
     losses = iter(values)
-    monkeypatch.setattr(train, "evaluate_loss", lambda *args: next(losses))
+    monkeypatch.setattr(train, "evaluate_loss", lambda *args: (next(losses), {}))
 
 
 def pointers() -> tuple[str, str, list[str]]:
@@ -541,7 +596,7 @@ def test_batch_sizes_that_do_not_divide(tiny_toml, total, micro, world, suggesti
         ]
     )
     with pytest.raises(UserError) as error:
-        train.grad_accum_steps(config, world)
+        grad_accum_steps(config, world)
     message = str(error.value)
     for part in [f"{total:,} tokens", f"micro_batch_size {micro}", *suggestions]:
         assert part in message
@@ -551,7 +606,7 @@ def test_batch_sizes_that_do_not_divide(tiny_toml, total, micro, world, suggesti
 @pytest.mark.parametrize(("micro", "world", "steps"), [(8, 1, 1), (1, 1, 8), (2, 4, 1), (2, 1, 4)])
 def test_accumulation_steps(tiny_toml, micro, world, steps):
     config, _ = load_config([tiny_toml(), "--train.micro_batch_size", str(micro)])
-    assert train.grad_accum_steps(config, world) == steps
+    assert grad_accum_steps(config, world) == steps
 
 
 def test_vocabulary_of_other_data(tiny_toml, data_dir):
