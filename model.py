@@ -48,16 +48,18 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value < 2**31:  # and a bool is no int
+                raise ValueError(f"{name} ({value!r}) must be at least 1, an int below 2^31")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
         if self.pos_emb not in ("learned", "rope", "rove", "none"):
             raise ValueError(f"pos_emb ({self.pos_emb!r}) must be learned, rope, rove or none")
         if self.rotary and self.head_dim % 2:
             raise ValueError(f"n_embd / n_head ({self.head_dim}) must be even to be rotated")
-        if not (math.isfinite(self.yarn_factor) and self.yarn_factor >= 1):
-            raise ValueError(f"yarn_factor ({self.yarn_factor}) must be at least 1 (1 is off)")
+        if not (self.yarn_factor >= 1 and self.block_size * self.yarn_factor < 2**31):
+            raise ValueError(f"yarn_factor ({self.yarn_factor}) must be at least 1 (1 is off), and"
+                             f" a context of {self.block_size} times that below 2^31")  # fmt: skip
         if self.yarn_factor != 1 and not self.rotary:
             raise ValueError(f"yarn_factor ({self.yarn_factor}) needs pos_emb rope or rove")
         if not (math.isfinite(self.rope_base) and self.rope_base > 1):

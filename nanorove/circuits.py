@@ -38,6 +38,11 @@ def value_weights(attn: CausalSelfAttention, head: int) -> tuple[torch.Tensor, t
     return w_v.detach().double().cpu(), attn.c_proj.weight[:, own].detach().double().cpu()
 
 
+def value_bias(attn: CausalSelfAttention, head: int) -> torch.Tensor:
+    """b_V (hs,) of a head."""
+    return attn.c_attn.bias.detach().double().cpu().view(3, attn.n_head, -1)[2, head]
+
+
 @torch.no_grad()
 def attention_weights(
     attn: CausalSelfAttention,
@@ -73,6 +78,27 @@ def model_attention(
         for hook in hooks:
             hook.remove()
     return found
+
+
+@torch.no_grad()
+def reads_and_outputs(model: GPT, idx: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each layer's attention read, (B, T, C), and what its heads put out, before they are
+    joined by W_O, (B, nh, T, hs): float64, on the CPU, of the model's own forward pass."""
+    reads: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+    nh, hs = model.config.n_head, model.config.head_dim
+    hooks = []
+    for block in model.transformer.h:
+        attn = block.attn
+        hooks.append(attn.register_forward_pre_hook(lambda _, args: reads.append(args[0])))
+        hooks.append(attn.c_proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0])))
+    try:
+        model.hidden(idx)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    split = [y.double().cpu().unflatten(-1, (nh, hs)).transpose(1, 2) for y in outputs]
+    return [(x.double().cpu(), y) for x, y in zip(reads, split, strict=True)]
 
 
 def value_mixer(

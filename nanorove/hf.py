@@ -153,8 +153,12 @@ def load_hf(folder: Path) -> GPT:
     if not paths:
         raise UserError(f"{folder}: no .safetensors (pickled weights are not read: they run code)")
     try:
-        state = {name: t for path in paths for name, t in safetensors.torch.load_file(path).items()}
         model = GPT(config)
+    except (ValueError, RuntimeError, OverflowError) as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"{config_json}: no model can be made of it: {line}") from None
+    try:
+        state = {name: t for path in paths for name, t in safetensors.torch.load_file(path).items()}
         model.load_state_dict(from_hf_state(state, config, str(folder)), strict=True)
     except (RuntimeError, OSError, safetensors.SafetensorError) as error:
         lines = " ".join(str(error).split())

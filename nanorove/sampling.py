@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from model import GPT, KVCache
+from nanorove.errors import UserError
 
 
 def generate(
@@ -28,8 +29,8 @@ def generate(
     is off, and more than there are is all); top_p keeps the fewest whose probabilities reach p (1
     is off). One generator a row, so that a row does not depend on its neighbours.
 
-    Raises ValueError for an impossible setting, an empty prompt, logits that are not finite, and if
-    prompt and new tokens are more than model.max_len.
+    Raises ValueError at once for an impossible setting, an empty prompt, and if prompt and new
+    tokens are more than model.max_len; UserError, on the way, for logits that are not finite.
     """
     if not 0 <= temperature < math.inf or top_k < 0 or max_new_tokens < 1:
         raise ValueError(
@@ -69,7 +70,7 @@ def _steps(
         hidden = model.hidden(idx, cache)[:, -1]  # only the last position meets the head
         logits = model.head(hidden).double()  # (B, V): the padding is cut off, so it is never drawn
         if not logits.isfinite().all():
-            raise ValueError("the model's logits are not finite: its training has diverged")
+            raise UserError("the model's logits are not finite: its training has diverged")
         if temperature == 0:
             tokens = logits.argmax(-1).tolist()
         else:

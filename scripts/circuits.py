@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from data.loader import ValLoader
-from model import GPT, rotary_table
+from model import GPT, CausalSelfAttention, rotary_table
 from nanorove import circuits
 from nanorove.checkpoint import load_model, resolve_step_dir
 from nanorove.errors import UserError, run_cli
@@ -28,9 +28,11 @@ from nanorove.figures import COLORS, STYLE
 from nanorove.files import write_text_atomic
 from nanorove.results import POS_EMB
 from nanorove.scoring import token_nll
+from scripts.eval_perplexity import common_tokenizer
 
 SEQUENCES = 8  # of validation text that the attention is averaged over
 PICTURE = 6  # tokens in the picture of a mixer
+ROUNDING = 1e-4  # relative, of a head in float32
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,18 @@ class Args:
 
 
 def main() -> None:
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, prog="python -m scripts.circuits")
     if len(args.runs) not in (1, 2):
         raise UserError(f"{len(args.runs)} runs: name one, or two to see side by side")
+    # runs/NAME/ckpt/step_00000500 -> runs/NAME/eval
+    out = args.out or resolve_step_dir(args.runs[0]).resolve().parent.parent / "eval"
+    out.mkdir(parents=True, exist_ok=True)  # before the work, so that it cannot be in vain
     found, pictures = [], []
     for run in args.runs:
         result, picture = analyse(run, args)
         found.append(result)
         pictures.append(picture)
         print(summary(result))
-    # runs/NAME/ckpt/step_00000500 -> runs/NAME/eval
-    first = resolve_step_dir(args.runs[0]).resolve().parent.parent
-    out = args.out or first / "eval"
-    out.mkdir(parents=True, exist_ok=True)
     write_text_atomic(out / "circuits.json", json.dumps({"schema": 1, "runs": found}) + "\n")
     with matplotlib.rc_context(STYLE):
         draw(found, pictures).savefig(out / "circuits.png", dpi=150)
@@ -78,7 +79,8 @@ def analyse(run: Path, args: Args) -> tuple[dict[str, Any], dict[str, Any]]:
     T = config.context
     if not PICTURE <= args.mixer_tokens <= T:
         raise UserError(f"--mixer-tokens ({args.mixer_tokens}): from {PICTURE} to {T}")
-    data_dir = args.data or meta["config"]["data"]["dir"]
+    data_dir = args.data or Path(meta["config"]["data"]["dir"])
+    common_tokenizer(data_dir, step_dir, meta)  # else its ids mean other tokens to the model
     loader = ValLoader(
         data_dir, block_size=T, micro_batch_size=SEQUENCES, val_tokens=args.val_tokens
     )
@@ -91,6 +93,7 @@ def analyse(run: Path, args: Args) -> tuple[dict[str, Any], dict[str, Any]]:
         ]
     ).mean(0)  # (n_layer, nh, T)
     attention = circuits.model_attention(model, sequences[:1, :n])  # (1, nh, n, n) of each layer
+    heads = circuits.reads_and_outputs(model, sequences[:1, :n])
     cos, sin = rotary_table(config, n) if config.pos_emb == "rove" else (None, None)
     distances = sorted({round(2 ** (k / 6)) for k in range(200)} & set(range(T)) | {0})
     one = torch.eye(config.head_dim, dtype=torch.float64)
@@ -104,6 +107,7 @@ def analyse(run: Path, args: Args) -> tuple[dict[str, Any], dict[str, Any]]:
             own = A[0, head]
             value_map = circuits.value_mixer(own, cos, sin, config.head_dim)
             mixer = circuits.matrix_mixer(value_map, w_v)
+            check_mixer(mixer, value_map, block.attn, head, *heads[layer], f"{run}: {layer}.{head}")
             near = circuits.relative_distance(mixer, circuits.kronecker_form(own, w_v))
             far = None
             if config.rotary:
@@ -132,6 +136,27 @@ def analyse(run: Path, args: Args) -> tuple[dict[str, Any], dict[str, Any]]:
         },
     }
     return result, picture
+
+
+def check_mixer(
+    mixer: torch.Tensor,
+    value_map: torch.Tensor,
+    attn: CausalSelfAttention,
+    head: int,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    where: str,
+) -> None:
+    """Raise UserError unless the mixer gives what the model's own forward pass gave.
+
+    x (1, n, C) is what the layer read and y (1, nh, n, hs) what its heads put out.
+    """
+    bias = circuits.value_bias(attn, head).expand(mixer.size(0), -1)
+    ours = torch.einsum("iajc,jc->ia", mixer, x[0]) + torch.einsum("iajb,jb->ia", value_map, bias)
+    off = circuits.relative_distance(y[0, head], ours)
+    if not off <= ROUNDING:
+        raise UserError(f"{where}: the mixer is not the head, off by {off:.1g}: model.py and"
+                        " nanorove/circuits.py have come apart")  # fmt: skip
 
 
 def losses(model: GPT, loader: ValLoader) -> dict[str, float | None]:

@@ -65,9 +65,7 @@ def main(args: Args) -> dict[str, Any]:
 
     data_dir = args.data or Path(meta["config"]["data"]["dir"])
     manifest = load_manifest(data_dir)
-    tokenizer = get_tokenizer(manifest["tokenizer"]["name"])
-    check_tokenizer(tokenizer, manifest["tokenizer"], f"{data_dir}/{MANIFEST}")
-    check_tokenizer(tokenizer, meta["data"]["tokenizer"], f"{step_dir}")
+    tokenizer = common_tokenizer(data_dir, step_dir, meta)
     paths = shard_paths(data_dir, manifest, "val")
     shards = {path: checked_sha256(path, manifest) for path in paths}
     documents = split_documents(np.concatenate([read_shard(p) for p in paths]), tokenizer.eot)
@@ -293,6 +291,15 @@ def document_sums(
 
 # -----------------------------------------------------------------------------
 # identities
+
+
+def common_tokenizer(data_dir: Path, step_dir: Path, meta: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a data folder. Raises UserError if it is not that of the model as well."""
+    recorded = load_manifest(data_dir)["tokenizer"]
+    tokenizer = get_tokenizer(recorded["name"])
+    check_tokenizer(tokenizer, recorded, f"{data_dir}/{MANIFEST}")
+    check_tokenizer(tokenizer, meta["data"]["tokenizer"], f"{step_dir}")
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: Tokenizer, recorded: dict[str, Any], where: str) -> None:

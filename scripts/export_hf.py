@@ -5,7 +5,9 @@ A checkpoint as a folder that transformers loads, without this repository:
 
 import json
 import os
+import shlex
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +15,14 @@ from typing import Annotated, Any
 import safetensors.torch
 import tyro
 
-from data.tokenizer import EOT_TEXT, Tokenizer, get_tokenizer, mergeable_ranks, vocab_bpe
+from data.tokenizer import (
+    EOT_TEXT,
+    Tokenizer,
+    byte_characters,
+    get_tokenizer,
+    mergeable_ranks,
+    vocab_bpe,
+)
 from model import GPT, GPTConfig
 from nanorove.checkpoint import load_model, resolve_step_dir
 from nanorove.errors import UserError, run_cli
@@ -40,17 +49,21 @@ class Args:
 
 
 def main() -> None:
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, prog="python -m scripts.export_hf")
+    if args.push is not None:
+        check_repo(args.push)
     if args.dir.exists():
         raise UserError(f"{args.dir}: is there already; delete it or name another folder")
     step_dir = resolve_step_dir(args.run)
-    model, meta = load_model(step_dir, yarn_factor=args.yarn_factor)
+    # nothing is computed, so the rotary table of a long context need not be made
+    model, meta = load_model(step_dir, yarn_factor=args.yarn_factor, max_len=1)
     tokenizer = get_tokenizer(meta["data"]["tokenizer"]["name"])
-    tmp = args.dir.with_name(args.dir.name + ".tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    write_folder(tmp, model, meta, tokenizer, step_dir, args.push or args.dir.name)
-    os.replace(tmp, args.dir)  # whole, or not there
+    args.dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{args.dir.name}.", dir=args.dir.parent) as tmp:
+        whole = Path(tmp) / args.dir.name
+        whole.mkdir()
+        write_folder(whole, model, meta, tokenizer, step_dir, args.push or args.dir.as_posix())
+        os.replace(whole, args.dir)  # all of it, or nothing
     print(f"wrote {args.dir}: {', '.join(sorted(p.name for p in args.dir.iterdir()))}")
     if args.push is not None:
         push(args.dir, args.push)
@@ -64,7 +77,7 @@ def write_folder(
     step_dir: Path,
     name: str,
 ) -> None:
-    """Fill an empty folder; `name` is what the card calls it."""
+    """Fill an empty folder; `name` is where the card's example finds it: on the Hub, or here."""
     config = model.config
     state = to_hf_state(model.state_dict(), config)
     safetensors.torch.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -103,10 +116,7 @@ def write_folder(
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """The tokenizer in the format of HuggingFace's `tokenizers`: byte-level BPE, without merges for
     the bytes. A text begins with end-of-text, as every document did in training."""
-    # byte-level BPE writes a byte as a character that prints: itself, or one from 256 on
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    hidden = [b for b in range(256) if b not in printable]
-    char_of = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+    char_of = byte_characters()
     if tokenizer.name == "gpt2":
         file = vocab_bpe()
         ranks = mergeable_ranks(file)
@@ -196,6 +206,7 @@ def model_card(
             "started from": run.get("init_from", "random weights"),
             "versions": ", ".join(f"{k} {v}" for k, v in meta.get("versions", {}).items()),
         }
+    quoted = json.dumps(name, ensure_ascii=False)
     table = "\n".join(f"| {key} | {value} |" for key, value in recipe.items())
     return f"""---
 library_name: transformers
@@ -203,7 +214,7 @@ pipeline_tag: text-generation
 tags: [nanorove, gpt2, {config.pos_emb}]
 ---
 
-# {name}
+# {name.rpartition("/")[2]}
 
 A GPT-2 with positions of kind {POS_EMB[config.pos_emb]}, {origin}.
 RoVE is described in [arXiv 2606.11275](https://arxiv.org/abs/2606.11275).
@@ -211,8 +222,8 @@ RoVE is described in [arXiv 2606.11275](https://arxiv.org/abs/2606.11275).
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}"{remote})
-tokenizer = AutoTokenizer.from_pretrained("{name}"{remote})
+model = AutoModelForCausalLM.from_pretrained({quoted}{remote})
+tokenizer = AutoTokenizer.from_pretrained({quoted}{remote})
 ids = tokenizer("A text that begins", return_tensors="pt").input_ids
 print(tokenizer.decode(model.generate(ids)[0]))
 ```
@@ -287,10 +298,22 @@ def results(meta: dict[str, Any], step_dir: Path, unit: str) -> str:
 # -----------------------------------------------------------------------------
 
 
+def check_repo(repo: str) -> None:
+    """Raise UserError unless `repo` is a name that the Hub can have."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"--push {repo}: {' '.join(str(error).split())}") from None
+    if "/" not in repo:
+        raise UserError(f"--push {repo}: whose? write USER/{repo}")
+
+
 def push(folder: Path, repo: str) -> None:
     """Upload the folder to `repo` on the Hub. Raises UserError if the Hub does not take it."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
 
     api = HfApi()
     try:
@@ -298,9 +321,12 @@ def push(folder: Path, repo: str) -> None:
         commit = api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message=f"nanoRoVE: {folder.name}"
         )
-    except (OSError, HFValidationError) as error:  # of the network, or what the Hub answered
+    except Exception as error:  # the network, the Hub's answer: libraries have no common class
         line = " ".join(str(error).split())
-        raise UserError(f"--push {repo}: {line} (logged in? hf auth login)") from None
+        raise UserError(
+            f"--push {repo}: {type(error).__name__}: {line} (logged in? hf auth login); {folder} is"
+            f" written; to try again: hf upload --private {repo} {shlex.quote(str(folder))}"
+        ) from None
     print(f"pushed to {commit.commit_url}")
 
 

@@ -38,12 +38,12 @@ class Args:
 
 
 def main() -> None:
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, prog="python -m scripts.import_hf")
     folder = Path(args.source)
     if not folder.is_dir():
         folder = download(args.source)
     model = load_hf(folder)
-    run = read_json(folder / RUN_JSON)
+    run = read_run(folder / RUN_JSON)
     if (run is None) == (args.config is None):
         raise UserError(
             f"{args.source}: not exported by nanoRoVE; name a config file for the rest:"
@@ -72,15 +72,38 @@ def main() -> None:
     print(f"wrote {step_dir}: {model.config.pos_emb}, {model.num_params():,} parameters")
 
 
+def read_run(path: Path) -> dict[str, Any] | None:
+    """What export_hf noted of the run, None if there is no such file. Raises UserError for a file
+    that it did not write."""
+    run = read_json(path)
+    if run is None:
+        return None
+    try:
+        good = (
+            isinstance(run["config"], dict)
+            and type(run["step"]) is int
+            and run["step"] >= 0
+            and isinstance(run["data"]["tokenizer"]["name"], str)
+            and isinstance(run["data"]["tokenizer"]["sha256"], str)
+            and "manifest_sha256" in run["data"]
+            and all(isinstance(run[k], float | int | None) for k in ("val_loss", "best_val_loss"))
+        )
+    except (KeyError, TypeError):
+        good = False
+    if not good:
+        raise UserError(f"{path}: not what export_hf writes; export again, or delete it and name a"
+                        " config file for the rest: --config")  # fmt: skip
+    return run
+
+
 def download(repo: str) -> Path:
     """config.json and safetensors of a repository on the Hub -> their folder in its cache."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
     try:
         wanted = ["config.json", "*.safetensors", RUN_JSON]
         return Path(snapshot_download(repo, allow_patterns=wanted))
-    except (OSError, HFValidationError) as error:
+    except Exception as error:  # the network, the Hub's answer: libraries have no common class
         line = " ".join(str(error).split())
         raise UserError(f"{repo}: no such folder, and the Hub says: {line}") from None
 

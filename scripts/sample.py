@@ -7,6 +7,7 @@ Let a trained model go on with a prompt:
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ class Args:
     top_p: float = 1.0
     """Draw from the fewest most likely tokens whose probabilities reach p; 1 is off."""
     seed: int = 1337
-    """Of every prompt, alone or among others."""
+    """Of every prompt, alone or among others; 0 to 2^64 - 1."""
     stop: tuple[str, ...] = ()
     """Strings to stop in front of."""
     stop_at_eot: tyro.conf.FlagConversionOff[bool] = True
@@ -59,7 +60,11 @@ class Args:
 
 
 def main() -> None:
-    args = tyro.cli(Args)
+    args = tyro.cli(Args, prog="python -m scripts.sample")
+    if args.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens ({args.max_new_tokens}): at least 1")
+    if not 0 <= args.seed < 2**64:
+        raise UserError(f"--seed ({args.seed}): from 0 to 2^64 - 1")
     if "" in args.stop:
         raise UserError("--stop '': every text begins with it; name a string that is not empty")
     texts = read_prompts(args)
@@ -75,14 +80,10 @@ def main() -> None:
     # every document begins with end-of-text, in training too
     prompts = [[tokenizer.eot, *tokenizer.encode(text).tolist()] for text in texts]
     prompts = fit(prompts, args.max_new_tokens, config)
-    longest = max(map(len, prompts)) + args.max_new_tokens
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, _ = load_model(
-        step_dir,
-        yarn_factor=args.yarn_factor,
-        max_len=config.context if config.pos_emb == "learned" else max(longest, config.context),
-        device=device,
-    )
+    check_memory(config, prompts, args.max_new_tokens, memory_of(device))
+    longest = max(map(len, prompts)) + args.max_new_tokens
+    model, _ = load_model(step_dir, yarn_factor=args.yarn_factor, max_len=longest, device=device)
 
     written: dict[int, str] = {}
     printed = 0
@@ -145,6 +146,26 @@ def fit(prompts: list[list[int]], new: int, config: GPTConfig) -> list[list[int]
     return [prompt[-keep:] for prompt in prompts]
 
 
+def check_memory(config: GPTConfig, prompts: list[list[int]], new: int, memory: int) -> None:
+    """Raise UserError if KV cache and rotary table need more than half of `memory` bytes."""
+    lengths = [[len(prompts[i]) + new for i in rows] for rows in groups(prompts)]
+    need = 2 * config.n_layer * config.n_embd * 4 * max(map(sum, lengths))  # keys, values: fp32
+    if config.rotary:  # cos, sin and the angles, float64 while they are made, for half a head
+        need += 12 * config.head_dim * max(map(max, lengths))
+    if need > memory / 2:
+        raise UserError(
+            f"--max-new-tokens ({new}): {need / 1e9:,.1f} GB for KV cache and rotary table are more"
+            f" than half of the {memory / 1e9:,.1f} GB there are; ask for fewer, or fewer prompts"
+        )
+
+
+def memory_of(device: str) -> int:
+    """Bytes that the device has, used or not."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def notice(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)  # standard output has the texts, nothing else
 
@@ -189,13 +210,13 @@ def write(
             generators=[torch.Generator().manual_seed(args.seed) for _ in rows],
             ended=lambda row: streams[row].stopped,
         )
-        show(texts[rows[0]])
-        for tokens in steps:
-            for stream, token in zip(streams, tokens, strict=True):
-                if token is not None:
-                    show(stream.push(token))
     except ValueError as error:
         raise UserError(str(error)) from None
+    show(texts[rows[0]])
+    for tokens in steps:
+        for stream, token in zip(streams, tokens, strict=True):
+            if token is not None:
+                show(stream.push(token))
     for stream in streams:
         show(stream.finish())
     show(f"\n{LINE}\n")

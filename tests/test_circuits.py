@@ -4,12 +4,14 @@ import cmath
 import dataclasses
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from data.tokenizer import get_tokenizer
 from model import GPT, CausalSelfAttention, GPTConfig, rotary_table
 from nanorove import circuits
 from nanorove.checkpoint import save_checkpoint
@@ -17,6 +19,7 @@ from nanorove.config import load_config_file
 from nanorove.errors import UserError
 from scripts import circuits as script
 from tests import reference
+from tests.conftest import with_checksum
 
 CONFIG = GPTConfig(70, 32, 2, 2, 24, "rove", rope_base=50.0)
 T = 7
@@ -121,6 +124,27 @@ def test_attention_weights_are_those_of_the_model():
     torch.testing.assert_close(A[0, 0], expected, rtol=0, atol=1e-12)
 
 
+def test_reads_and_outputs_are_those_of_the_layers():
+    config = dataclasses.replace(CONFIG, pos_emb="rove")
+    model = reference.randomise(GPT(config), 0.3)
+    ids = torch.randint(70, (2, 9), generator=torch.Generator().manual_seed(0))
+    found = circuits.reads_and_outputs(model, ids)
+    assert [(x.shape, y.shape) for x, y in found] == [((2, 9, 24), (2, 2, 9, 12))] * 2
+    # joined by W_O the outputs are what the layer makes of what it read
+    for block, (x, y) in zip(model.transformer.h, found, strict=True):
+        layer = block.attn(x.float(), model.cos[:9], model.sin[:9]).double()
+        bias = block.attn.c_proj.bias.double()
+        parts = [y[:, h] @ circuits.value_weights(block.attn, h)[1].T for h in range(2)]
+        torch.testing.assert_close(sum(parts) + bias, layer, rtol=0, atol=1e-5)
+    assert not model.transformer.h[0].attn._forward_pre_hooks  # nothing is left behind
+    assert not model.transformer.h[0].attn.c_proj._forward_pre_hooks
+
+
+def test_value_bias():
+    attn, config = attn_of("rove")
+    assert torch.equal(circuits.value_bias(attn, 1), attn.c_attn.bias[60:72])
+
+
 def test_offset_kernel_equals_the_matrices():
     distances = [0, 1, 2, 5, 31]
     theta = torch.tensor(reference.inv_freq(12, 50.0, 32, 1.0), dtype=torch.float64)
@@ -165,18 +189,34 @@ def test_attention_by_distance():
     expected = [(0.3 + 0.4) / 2, (0.2 + 0.2) / 2, (0.5 + 0.2) / 2, 0.2 / 2]
     assert mass[0].tolist() == pytest.approx(expected)
     assert float(mass.sum()) == pytest.approx(1)
+    odd = circuits.attention_by_distance(A[:, :, :3, :3])  # of the queries 1 and 2
+    assert odd[0].tolist() == pytest.approx([(0 + 0.3) / 2, (1 + 0.2) / 2, 0.5 / 2])
 
 
 # -----------------------------------------------------------------------------
 # scripts.circuits
 
 
-def save_tiny(tiny_toml, pos_emb: str, seed: int = 0):
-    """A run of random weights whose config names the tiny data folder."""
+def about(tokenizer: str) -> dict:
+    found = get_tokenizer(tokenizer)
+    return {key: getattr(found, key) for key in ("name", "vocab_size", "eot", "sha256")}
+
+
+def save_tiny(
+    tiny_toml, pos_emb: str, seed: int = 0, tokenizer: str = "bytes", trained_on: str | None = None
+):
+    """A run of random weights whose config names the tiny data, said to be from `tokenizer`."""
     config = load_config_file(tiny_toml(('pos_emb = "rove"', f'pos_emb = "{pos_emb}"')))
     config = dataclasses.replace(config, run_name=f"tiny_{pos_emb}")
     model = reference.randomise(GPT(config.model), 0.3, seed)
-    meta = {"data": {"tokenizer": {"name": "bytes"}}, "val_loss": None}
+    # a copy of the data folder, which other tests use as it is
+    folder = config.run_dir.parent.parent / "data"
+    shutil.copytree(config.data.dir, folder, dirs_exist_ok=True)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dir=str(folder)))
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"tokenizer": about(tokenizer)}
+    path.write_text(json.dumps(with_checksum(manifest)))
+    meta = {"data": {"tokenizer": about(trained_on or tokenizer)}, "val_loss": None}
     save_checkpoint(config.run_dir, 3, config, model, torch.optim.AdamW(model.parameters()), meta)
     return config, model
 
@@ -244,6 +284,38 @@ def test_a_run_without_rotation(tiny_toml, monkeypatch, capsys, pos_emb):
     assert all(h["to_toeplitz"] is None for h in result["mixer"]["heads"])
     assert all(h["to_kronecker"] < 1e-14 for h in result["mixer"]["heads"])
     assert "switched" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("data", "model"), [("bytes", "gpt2"), ("gpt2", "bytes")])
+def test_data_in_tokens_of_another_tokenizer_is_refused(tiny_toml, monkeypatch, data, model):
+    config, _ = save_tiny(tiny_toml, "rope", tokenizer=data, trained_on=model)
+    with pytest.raises(UserError, match=f"made with tokenizer {model} .* text is in {data} "):
+        run_circuits(monkeypatch, config.run_dir, "--mixer-tokens", 8, "--val-tokens", 64)
+
+
+@pytest.mark.parametrize("pos_emb", ["rope", "rove"])
+def test_a_mixer_that_is_not_the_head_stops_the_script(tiny_toml, monkeypatch, pos_emb):
+    # a forward pass that does something else with the values than its config says
+    config, _ = save_tiny(tiny_toml, pos_emb)
+    plain = script.load_model
+
+    def other(*args, **kwargs):
+        model, meta = plain(*args, **kwargs)
+        attn = model.transformer.h[1].attn
+        attn.rotate_v = not attn.rotate_v
+        return model, meta
+
+    monkeypatch.setattr(script, "load_model", other)
+    with pytest.raises(UserError, match=r": 1\.0: the mixer is not the head, off by "):
+        run_circuits(monkeypatch, config.run_dir, "--mixer-tokens", 8, "--val-tokens", 64)
+
+
+def test_the_folder_for_the_results_is_made_before_the_work(tiny_toml, monkeypatch):
+    config, _ = save_tiny(tiny_toml, "rope")
+    Path("taken").write_text("")
+    monkeypatch.setattr(script, "analyse", lambda *args: pytest.fail("worked in vain"))
+    with pytest.raises(OSError, match="taken"):
+        run_circuits(monkeypatch, config.run_dir, "--out", "taken/here")
 
 
 def test_what_cannot_be_is_refused(tiny_toml, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from nanorove.optim import make_optimizer
 from scripts import eval_perplexity
 from scripts.eval_perplexity import Args, cut, main, parse_lengths, parse_yarn, yarn_factor
 from tests import reference
-from tests.conftest import EOT, write_data_dir
+from tests.conftest import EOT, with_checksum, write_data_dir
 
 BYTES_SHA256 = hashlib.sha256(bytes(range(256)) + b"<|endoftext|>").hexdigest()
 TOKENIZER = {"name": "bytes", "vocab_size": 257, "eot": EOT, "sha256": BYTES_SHA256}
@@ -37,7 +37,7 @@ def data(tmp_path: Path) -> Path:
     folder = write_data_dir(tmp_path / "shards", train=[val], val=[val])
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["tokenizer"] = TOKENIZER
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
     return folder
 
 
@@ -271,7 +271,7 @@ def test_another_tokenizer_is_refused(save, data):
     run, _ = save()
     manifest = json.loads((data / "manifest.json").read_text())
     manifest["tokenizer"]["sha256"] = "1" * 64
-    (data / "manifest.json").write_text(json.dumps(manifest))
+    (data / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
     with pytest.raises(UserError, match="tokenizer bytes 111111"):
         main(Args(run, lengths="8", yarn="none"))
 

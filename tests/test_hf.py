@@ -2,7 +2,9 @@
 
 import json
 import os
-import shutil
+import shlex
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +111,8 @@ GPT2_JSON = to_hf_config(GPTConfig(70, 12, 1, 2, 16, "learned"), 5)
         (dict(n_inner=100), "n_inner = 100"),
         (dict(n_head=3), r"n_embd \(16\) must be a multiple of n_head \(3\)"),
         (dict(n_layer="two"), "not the config of a model of ours or GPT-2"),
+        (dict(n_layer=1.5), r"n_layer \(1.5\) must be at least 1, an int"),
+        (dict(n_positions=1e30), r"block_size \(1e\+30\) must be at least 1, an int"),
         (dict(model_type="nanorove"), "not the config of a model of ours"),
     ],
     ids=str,
@@ -140,6 +144,10 @@ def test_damaged_and_pickled_weights_are_refused(tmp_path):
         load_hf(tmp_path)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(UserError, match="do not fit"):
+        load_hf(tmp_path)
+    too_large = GPT2_JSON | dict(n_positions=2**31 - 1, n_embd=2**20)
+    (tmp_path / "config.json").write_text(json.dumps(too_large))
+    with pytest.raises(UserError, match="config.json: no model can be made of it: .*memory"):
         load_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json: not JSON"):
@@ -390,6 +398,36 @@ def test_a_gpt2_of_others_becomes_a_run(gpt2_folder, tmp_path, monkeypatch):
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
+WHOLE = {"step": 1, "val_loss": None, "best_val_loss": 1.5, "config": {}, "data": {
+    "manifest_sha256": None, "tokenizer": {"name": "bytes", "sha256": "0"}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {}, [], 3, "x",
+        *({k: v for k, v in WHOLE.items() if k != gone} for gone in WHOLE),
+        WHOLE | {"step": "1"}, WHOLE | {"step": True}, WHOLE | {"step": 1.0}, WHOLE | {"step": -1},
+        WHOLE | {"config": []}, WHOLE | {"val_loss": "low"}, WHOLE | {"data": None},
+        WHOLE | {"data": {"manifest_sha256": None, "tokenizer": "bytes"}},
+        WHOLE | {"data": {"manifest_sha256": None, "tokenizer": {"name": 3, "sha256": "0"}}},
+        WHOLE | {"data": {"manifest_sha256": None, "tokenizer": {"name": "bytes"}}},
+        WHOLE | {"data": {"tokenizer": {"name": "bytes", "sha256": "0"}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_export_hf_did_not_write_is_refused(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    Path("f").mkdir()
+    Path("f/config.json").write_text(json.dumps(GPT2_JSON))
+    config = from_hf_config(GPT2_JSON, "here")
+    safetensors.torch.save_file(to_hf_state(GPT(config).state_dict(), config), "f/m.safetensors")
+    Path("f/nanorove_run.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="f/nanorove_run.json: not what export_hf writes") as error:
+        run_main(monkeypatch, import_hf, "f", "x")
+    assert "\n" not in str(error.value) and not Path("runs").exists()
+
+
 def test_a_vocabulary_that_nobody_knows_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "f").mkdir()
@@ -441,7 +479,9 @@ def test_the_card_says_what_the_run_says(tmp_path, monkeypatch):
         "| without YaRN | 2.50 | 77.12 |",
         "| with YaRN fitted to each length | 3.25 |  |",
         "of kind RoVE, trained with nanoRoVE: step 1 of run `tiny`",
-        'from_pretrained("out", trust_remote_code=True)',
+        f'AutoModelForCausalLM.from_pretrained("{tmp_path}/out", trust_remote_code=True)',
+        f'AutoTokenizer.from_pretrained("{tmp_path}/out", trust_remote_code=True)',
+        "\n# out\n",
         "torch 9.9",
         "| seed | 1 |",
     ):
@@ -469,6 +509,62 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_a_folder_of_the_users_is_left_alone(tmp_path, monkeypatch):
+    run = save_run(tmp_path / "run", "rope")
+    (tmp_path / "out.tmp").mkdir()
+    (tmp_path / "out.tmp" / "mine").write_text("mine")
+    before = set(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(export_hf, "model_card", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_main(patch, export_hf, run, tmp_path / "out")
+    assert set(tmp_path.iterdir()) == before  # nothing of a failure stays
+    run_main(monkeypatch, export_hf, run, tmp_path / "out")
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "out"}
+    assert (tmp_path / "out.tmp" / "mine").read_text() == "mine"
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out", tmp_path / "out.tmp")}
+    assert len(modes) == 1  # open to whom other folders are open
+
+
+def test_a_long_context_is_exported_without_its_table(tmp_path, monkeypatch):
+    run = save_run(tmp_path / "run", "rove")
+    run_main(monkeypatch, export_hf, run, tmp_path / "out", "--yarn-factor", "1e8")
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["model_max_length"] == 16 * 10**8
+    with pytest.raises(UserError, match=r"yarn_factor \(1e\+30\)"):
+        run_main(monkeypatch, export_hf, run, tmp_path / "no", "--yarn-factor", "1e30")
+
+
+@pytest.mark.parametrize(
+    ("repo", "message"),
+    [("a/b/c", "--push a/b/c: Repo id"), ("me/ü", "--push me/ü: "), ("tiny", "whose.*USER/tiny")],
+)
+def test_a_name_that_the_hub_cannot_have_is_refused_first(tmp_path, monkeypatch, repo, message):
+    run = save_run(tmp_path / "run", "rope")
+    with pytest.raises(UserError, match=message) as error:
+        run_main(monkeypatch, export_hf, run, tmp_path / "out", "--push", repo)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_without_a_network(tmp_path):
+    run = save_run(tmp_path / "run", "rove")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"  # nobody is there when it is closed
+    env = os.environ | {"PYTHONPATH": str(REPO), "HF_ENDPOINT": url, "HF_TOKEN": "good",
+                        "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "127.0.0.1"}  # fmt: skip
+    for command, ends in (
+        (["export_hf", str(run), "an out", "--push", "me/tiny"], "--private me/tiny 'an out'\n"),
+        (["import_hf", "me/tiny", "x"], "\n"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", f"scripts.{command[0]}", *command[1:]],
+            cwd=tmp_path, env=env, capture_output=True, encoding="utf-8",
+        )  # fmt: skip
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "me/tiny: " in done.stderr.splitlines()[-1] and done.stderr.endswith(ends)
+    assert (tmp_path / "an out" / "model.safetensors").is_file()
+
+
 def test_push_and_pull(tmp_path):
     """The commands against a loopback hub, then transformers and import_hf by the name there."""
     run = save_run(tmp_path / "run", "rove")
@@ -486,10 +582,20 @@ def test_push_and_pull(tmp_path):
         code, said = call("refused", "--push", "me/tiny", token="bad")
         assert code == 2 and "error: --push me/tiny: " in said and "hf auth login" in said
         assert "Traceback" not in said and not hub.repos
-        shutil.rmtree(tmp_path / "refused")
+        again = "refused is written; to try again: hf upload --private me/tiny refused\n"
+        assert said.endswith(again)
+        hf = str(Path(sys.executable).with_name("hf"))
+        env = os.environ | hub.environment(tmp_path / "home")
+        done = subprocess.run([hf, *shlex.split(again)[-4:]], cwd=tmp_path, env=env)
+        files = {p.name: p.read_bytes() for p in (tmp_path / "refused").iterdir()}
+        assert done.returncode == 0 and len(files) > 5
+        assert hub.repos.pop("me/tiny") == files and hub.private.pop("me/tiny") is True
+        hub.large.clear()
 
         code, said = call("out", "--push", "me/tiny")
         assert code == 0 and f"pushed to {hub.url}/me/tiny" in said, said
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert card.count('from_pretrained("me/tiny", ') == 2 and "\n# tiny\n" in card
         files = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
         assert hub.repos == {"me/tiny": files} and hub.private == {"me/tiny": True}
         assert len(hub.large) == 1  # the weights

@@ -372,6 +372,12 @@ def test_ddp_has_no_unused_parameters_in_any_mode(tmp_path):
         (dict(n_layer=0), r"n_layer \(0\) must be at least 1"),
         (dict(n_head=0), r"n_head \(0\) must be at least 1"),
         (dict(n_embd=0), r"n_embd \(0\) must be at least 1"),
+        (dict(n_layer=1.5), r"n_layer \(1.5\) must be at least 1, an int"),
+        (dict(n_head=True), r"n_head \(True\) must be at least 1, an int"),
+        (dict(vocab_size="two"), r"vocab_size \('two'\) must be at least 1, an int"),
+        (dict(block_size=1e30), r"block_size \(1e\+30\) must be at least 1, an int"),
+        (dict(block_size=10**400), r"block_size \(10+\) must be .* below 2\^31"),
+        (dict(yarn_factor=1e30), r"yarn_factor \(1e\+30\) must be .* context .* below 2\^31"),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 """Drawing text: the limits of every setting, the end of a document, and scripts.sample."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -136,7 +137,7 @@ def test_a_diverged_model_is_no_die_with_a_missing_face():
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = torch.nan
     for temperature in (0.0, 1.0):
-        with pytest.raises(ValueError, match="logits are not finite"):
+        with pytest.raises(UserError, match="logits are not finite"):
             draw(model, 3, temperature=temperature)
 
 
@@ -171,6 +172,15 @@ def test_top_p_is_taken_of_what_temperature_and_top_k_left():
     assert (weights[0] > 0).tolist() == [True, False, False, False]
     tied, ids = sorted_probs(torch.zeros(1, 4).double(), 1.0, 2, 1.0)
     assert (tied[0] > 0).sum() == 2  # k, also where the k-th has equals
+
+
+def test_equals_stand_in_the_order_of_their_ids():
+    # so that what is drawn does not depend on how a library sorts
+    _, ids = sorted_probs(torch.zeros(2, 300).double(), 1.0, 0, 1.0)
+    assert ids.tolist() == [list(range(300))] * 2
+    logits = [float(id % 3) for id in range(300)]
+    _, ids = sorted_probs(torch.tensor([logits]).double(), 1.0, 0, 1.0)
+    assert ids[0].tolist() == sorted(range(300), key=lambda id: -logits[id])
 
 
 def test_lengths_are_checked():
@@ -487,7 +497,10 @@ def test_sample_of_a_folder_that_is_no_run(tmp_path, monkeypatch, capsys):
     ("args", "message"),
     [
         (["--max-new-tokens", "16"], r"--max-new-tokens \(16\).*end at 16 tokens"),
-        (["--max-new-tokens", "0"], r"max_new_tokens \(0\) at least 1"),
+        (["--max-new-tokens", "0"], r"--max-new-tokens \(0\): at least 1"),
+        (["--max-new-tokens", "-20"], r"--max-new-tokens \(-20\): at least 1"),
+        (["--seed", "-1"], r"--seed \(-1\): from 0 to 2\^64 - 1"),
+        (["--seed", str(2**64)], r"--seed \(18446744073709551616\): from 0 to 2\^64 - 1"),
         (["--temperature", "-1"], r"temperature \(-1.0\)"),
         (["--temperature", "nan"], r"temperature \(nan\)"),
         (["--top-k", "-5"], r"top_k \(-5\)"),
@@ -509,6 +522,75 @@ def test_sample_refuses_in_one_line(tmp_path, monkeypatch, capsys, args, message
     out, error = capsys.readouterr()
     assert exit.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
     assert re.search(message, error) and not out
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "args", "message"),
+    [
+        ("rove", ["--max-new-tokens", str(10**12)], r"--max-new-tokens \(10+\): [\d,.]+ GB for KV"),
+        ("rope", ["--max-new-tokens", str(10**10)], r"--max-new-tokens \(10+\): [\d,.]+ GB for KV"),
+        ("none", ["--max-new-tokens", str(10**12)], r"--max-new-tokens \(10+\): [\d,.]+ GB for KV"),
+        ("rove", ["--yarn-factor", "1e30"], r"--yarn-factor: yarn_factor \(1e\+30\) .*2\^31"),
+        ("rope", ["--yarn-factor", "1e308"], r"--yarn-factor: yarn_factor \(1e\+308\) must be"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_huge_numbers_are_refused_in_one_line(
+    tmp_path, monkeypatch, capsys, pos_emb, args, message
+):
+    monkeypatch.setattr(sys, "argv", ["sample", str(save_run(tmp_path, pos_emb)), *args])
+    with pytest.raises(SystemExit) as exit:
+        run_cli(sample.main)
+    out, error = capsys.readouterr()
+    last = error.splitlines()[-1]
+    assert exit.value.code == 2 and last.startswith("error: ") and not out
+    assert re.search(message, last) and "Traceback" not in error
+
+
+def test_the_limit_of_memory():
+    # 16 bytes a token and layer for keys and values of 2 channels, 24 for the table of a head of 2
+    rope = GPTConfig(300, 16, 3, 1, 2, "rope")
+    none = GPTConfig(300, 16, 3, 1, 2, "none")
+    prompts = [[0] * 5, [0] * 5, [0] * 9]  # groups of two and of one, with 10 new tokens
+    cache, table = 2 * 15 * 3 * 16, 19 * 24
+    for config, need in ((none, cache), (rope, cache + table)):
+        sample.check_memory(config, prompts, 10, 2 * need)
+        with pytest.raises(UserError, match=r"--max-new-tokens \(10\).*more than half of the"):
+            sample.check_memory(config, prompts, 10, 2 * need - 1)
+    assert sample.memory_of("cpu") > 10**8
+
+
+def test_the_rotary_table_is_as_long_as_the_text(tmp_path, monkeypatch):
+    # a large YaRN factor alone costs nothing
+    built = []
+    plain = sample.load_model
+    monkeypatch.setattr(
+        sample, "load_model", lambda *a, **k: built.append(plain(*a, **k)) or built[-1]
+    )
+    args = ("--prompt", "ab", "--max-new-tokens", "5", "--yarn-factor", "1e7")
+    run_sample(monkeypatch, save_run(tmp_path, "rove"), *args)
+    model = built[0][0]
+    assert model.config.context == 16 * 10**7 and model.cos.shape == (1 + 2 + 5, 2)
+
+
+def test_a_fault_of_ours_keeps_its_traceback(tmp_path, monkeypatch):
+    # only what generate says of the settings is the user's to mend
+    def fault(self, token):
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(sample.TextStream, "push", fault)
+    with pytest.raises(ValueError, match="a fault"):
+        run_sample(monkeypatch, save_run(tmp_path, "rove"), "--prompt", "ab")
+
+
+@pytest.mark.parametrize("name", ["sample", "export_hf", "import_hf", "circuits"])
+def test_help_names_the_command(name, monkeypatch, capsys):
+    module = importlib.import_module(f"scripts.{name}")
+    monkeypatch.setattr(sys, "argv", ["somewhere/file.py", "--help"])
+    with pytest.raises(SystemExit) as exit:
+        module.main()
+    assert exit.value.code == 0
+    assert f"usage: python -m scripts.{name} " in capsys.readouterr().out
 
 
 def test_sample_stops_at_end_of_text_unless_told_not_to(tmp_path, monkeypatch):
