@@ -14,7 +14,7 @@ text are fetched instead, and nothing is tokenised. All can be interrupted and g
 import functools
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,7 @@ import tyro
 from data import pretokenized
 from data.hub import check_room, daemon_map, hub_error, resolve
 from data.prepare import BYTES_PER_TOKEN, PrepareOptions, Source, prepare
-from data.text import Unit, parquet_units, read_parquet, text_bytes
+from data.text import Unit, check_name, parquet_units, read_parquet, text_bytes
 from nanorove.errors import UserError, run_cli
 from nanorove.files import sha256_file
 
@@ -65,6 +65,8 @@ def source(options: Options) -> Source:
         files = sorted(options.local.glob("*.parquet"))
         if not files:
             raise UserError(f"--local {options.local}: no .parquet file in this folder")
+        for path in files:
+            check_name(path)
         listed = [{"file": path.name, "bytes": path.stat().st_size} for path in files]
         return Source(
             description={"kind": "local parquet files", "files": listed},
@@ -186,14 +188,32 @@ class HubFiles:
             Path(path).unlink(missing_ok=True)  # the link to it
 
 
+def check_combination(options: Options) -> None:
+    """Raise UserError for an option that the way of reading asked for would not look at."""
+    default = Options()
+    given = {
+        f.name for f in fields(Options) if getattr(options, f.name) != getattr(default, f.name)
+    }
+    if options.pretokenized:
+        way, idle = "--pretokenized", given - {"out", "pretokenized", "shards", "revision"}
+    elif options.local:
+        way, idle = "--local", given & {"sample", "revision", "remove_parquet"}
+    else:
+        way, idle = "", set()
+    if idle:
+        names = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
+        raise UserError(f"{names}: without effect together with {way}; leave out one or the other")
+    if options.shards and not options.pretokenized:
+        raise UserError("--shards names shards to fetch, so it goes with --pretokenized alone")
+
+
 def main() -> None:
     """Entry point of `python -m data.fineweb_edu`."""
-    options = tyro.cli(Options, description=__doc__)
+    options = tyro.cli(Options, prog="python -m data.fineweb_edu", description=__doc__)
+    check_combination(options)
     if options.pretokenized:
         pretokenized.fetch(options.out, options.shards, options.revision or "main")
     else:
-        if options.shards:
-            raise UserError("--shards names shards to fetch, so it goes with --pretokenized alone")
         prepare(source(options), options)
 
 

@@ -19,9 +19,10 @@ from data.prepare import ASCII_SPACE, normalised_digest, summary
 from data.shards import (
     HEADER_BYTES,
     MANIFEST,
+    MANIFEST_FORMAT,
     TokenStream,
     check_shard,
-    checksum,
+    check_unedited,
     count_ids,
     load_manifest,
     read_json,
@@ -71,17 +72,20 @@ def verify(data_dir: tyro.conf.Positional[Path]) -> None:
 
 
 def shown_manifest(data_dir: Path) -> dict:
-    """manifest.json, with its form checked and nothing else."""
+    """manifest.json, checked for being as it was written, and no shard looked at."""
     path = data_dir / MANIFEST
     if not path.is_file():
         load_manifest(data_dir)  # says how to make one
     try:
         manifest = read_json(path)
+        if manifest["format"] != MANIFEST_FORMAT:
+            raise ValueError(f"format {manifest['format']!r}")
+        check_unedited(path, manifest)
         for shard in manifest["shards"]:
             shard["file"], shard["split"], shard["tokens"], shard["documents"], shard["sha256"]
         summary(manifest), manifest["settings"]["split"], manifest["text_bytes"]["val"]
         manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["eot"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: not a manifest of this version ({type(error).__name__}: {error}); {AGAIN}"
         ) from None
@@ -101,10 +105,8 @@ def known_tokenizer(manifest: dict) -> Tokenizer:
 
 
 def manifest_faults(data_dir: Path, manifest: dict) -> Iterator[str]:
-    """What is wrong with the manifest by itself, and with the list of files."""
+    """What is wrong with the manifest's list of files."""
     path = data_dir / MANIFEST
-    if manifest.get("checksum") != checksum(manifest):
-        yield f"{path}: edited since it was written (its checksum differs); put the original back"
     names = [shard["file"] for shard in manifest["shards"]]
     for name, count in Counter(names).items():
         if count > 1:
@@ -171,7 +173,9 @@ def copies_of_validation(data_dir: Path, manifest: dict, tokenizer: Tokenizer) -
 
     val = TokenStream(data_dir, manifest, "val")
     val_bounds = val.documents(tokenizer.eot)
-    val_numbers = np.unique(np.concatenate(list(document_numbers(val, val_bounds, token_number))))
+    # the empty array is for a split in which no document starts
+    numbers = [np.empty(0, np.uint64), *document_numbers(val, val_bounds, token_number)]
+    val_numbers = np.unique(np.concatenate(numbers))
     digests = {digest(val, a, b) for a, b in zip(val_bounds, val_bounds[1:], strict=False)}
 
     train = TokenStream(data_dir, manifest, "train")
@@ -213,15 +217,16 @@ def show(
         split: The split of that document.
         png: Where to put the picture; DIR/document_lengths.png unless given.
     """
+    if png and png.suffix != ".png":
+        raise UserError(f"--png {png}: the picture is a PNG; let the name end in .png")
     manifest = load_manifest(data_dir)
     tokenizer = known_tokenizer(manifest)
     if document is not None:
         stream = TokenStream(data_dir, manifest, split)
         bounds = stream.documents(tokenizer.eot)
         if not 0 <= document < len(bounds) - 1:
-            raise UserError(
-                f"--document {document}: {split} has the documents 0 to {len(bounds) - 2}"
-            )
+            there = f"the documents 0 to {len(bounds) - 2}" if len(bounds) > 1 else "none"
+            raise UserError(f"--document {document}: {split} has {there}")
         start, end = int(bounds[document]), int(bounds[document + 1])
         print(
             f"{split} document {document}: tokens {start:,} to {end - 1:,}, {end - start:,} in all"
@@ -233,6 +238,9 @@ def show(
     for name in ("val", "train"):
         stream = TokenStream(data_dir, manifest, name)
         bounds = stream.documents(tokenizer.eot)
+        if len(bounds) == 1:
+            print(f"\n{name}: no document starts in its {len(stream):,} tokens")
+            continue
         lengths[name] = np.diff(bounds)
         text_tokens = len(stream) - len(lengths[name])
         print(
@@ -246,6 +254,8 @@ def show(
             print(f"  {len(long):>10,} of at least {least:>6,} tokens, {share:6.1%} of all tokens")
         for line in histogram(lengths[name]):
             print(line)
+    if not lengths:
+        return
     png = png or data_dir / "document_lengths.png"
     plot_lengths(lengths, data_dir, png)
     print(f"\npicture: {png}")
@@ -272,8 +282,10 @@ def plot_lengths(lengths: dict[str, np.ndarray], data_dir: Path, png: Path) -> N
 
     top = np.log2(max(values.max() for values in lengths.values()))
     bins = 2 ** np.arange(0, np.ceil(top) + 0.5, 0.5)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for axis, (split, values) in zip(axes, lengths.items(), strict=True):
+    figure, axes = plt.subplots(
+        1, len(lengths), figsize=(9, 3.5), layout="constrained", squeeze=False
+    )
+    for axis, (split, values) in zip(axes[0], lengths.items(), strict=True):
         axis.hist(values, bins=bins)
         axis.set_xscale("log", base=2)
         axis.set_title(f"{data_dir.name}: {split}, {len(values):,} documents")
@@ -309,7 +321,7 @@ def docs(data_dir: tyro.conf.Positional[Path], min_tokens: int = 8192) -> dict:
     if not len(chosen):
         raise UserError(
             f"{data_dir}: no validation document has {min_tokens:,} tokens, the longest has "
-            f"{lengths.max():,}; lower --min-tokens"
+            f"{lengths.max(initial=0):,}; lower --min-tokens"
         )
     selection = {
         "manifest_sha256": sha256_file(data_dir / MANIFEST),

@@ -27,6 +27,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -125,7 +126,8 @@ def prepare(source: Source, options: PrepareOptions) -> dict:
     whose normalised text stands in validation, and all exact duplicates by normalised text if the
     source asks for it. A finished folder of the same source and settings is left as it is, an
     unfinished one is verified and continued. Raises UserError for bad settings, a folder of other
-    settings or with a damaged shard, an empty split, a full disk and a worker that died.
+    settings, with a damaged shard or with shards of others, an empty split, a full disk and a
+    worker that died.
     """
     start = time.perf_counter()
     check_options(options, source)
@@ -137,13 +139,14 @@ def prepare(source: Source, options: PrepareOptions) -> dict:
         return finished(out, manifest)
     with locked_folder(out):
         progress = read_progress(out, manifest)
+        check_own(out, source.name, progress)
         if progress:
             manifest["source"] = progress["source"]
         elif source.list_files:
             manifest["source"]["files"] = source.list_files()
         files = manifest["source"].get("files", [None])
         writer = ShardWriter(out, manifest, source, tokenizer, progress)
-        clean(out, source.name, keep={shard["file"] for shard in writer.shards})
+        remove_temporary(out, source.name)
         expected = check_space(source, options, files, writer)
         write_units(source, options, files, writer, expected)
         if not writer.tokens["train"]:
@@ -318,8 +321,8 @@ class ShardWriter:
     def _check_nothing_missing(self) -> None:
         if self.skip:
             raise UserError(
-                f"{self.out}: the source has less text than when this folder was begun; remove "
-                f"{self.out / PROGRESS} to start again"
+                f"{self.out}: the source has less text than when this folder was begun; "
+                f"{start_again(PROGRESS)}"
             )
 
     def _write(self) -> None:
@@ -328,6 +331,10 @@ class ShardWriter:
         split = self.buffer_split
         index = sum(shard["split"] == split for shard in self.shards) + (split == "train")
         file = f"{self.source.name}_{split}_{index:06d}.bin"
+        # before the first shard, so that a folder always says whose its shards are
+        if not self.shards and not (self.out / PROGRESS).exists():
+            start = {"place": (0, 0), "skip_tokens": 0, "seen": "", "state": {}}
+            save_json(self.out / PROGRESS, self.manifest | {"shards": [], "next": start})
         tokens = self.buffer[: self.used]
         sha256 = write_shard(self.out / file, tokens, self.tokenizer.vocab_size)
         self.shards.append(
@@ -383,10 +390,13 @@ def tokenised_units(
     pool = ProcessPoolExecutor(
         options.workers, multiprocessing.get_context("spawn"), initializer=start_worker
     )
+    resource_tracker.ensure_running()  # it would unblock SIGINT while a worker starts
     pending: deque = deque()
     try:
         for place, unit in units:
-            pending.append((place, pool.submit(encode, unit)))
+            with sigint_blocked():
+                future = pool.submit(encode, unit)  # may start a worker
+            pending.append((place, future))
             if len(pending) == 2 * options.workers:
                 place, result = pending.popleft()
                 yield place, result.result()
@@ -438,6 +448,17 @@ def normalised_digest(text: bytes) -> bytes:
     return hashlib.sha256(text.translate(None, ASCII_SPACE)).digest()[:16]
 
 
+@contextmanager
+def sigint_blocked() -> Iterator[None]:
+    """Processes that are started here do not hear Ctrl-C, not even before start_worker() runs. We
+    do, in the main thread: Python takes the signal in any other thread, or afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_worker() -> None:
     """Leave Ctrl-C to the parent, and never outlive it, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -482,7 +503,7 @@ def finished(out: Path, wanted: dict) -> dict:
     try:
         manifest = load_manifest(out)
     except UserError as error:
-        raise UserError(f"{error} (to do that here, remove {out / MANIFEST} first)") from None
+        raise UserError(f"{error} (to do that here, {start_again(MANIFEST)})") from None
     check_same(out, "finished", manifest, wanted, ASKED)
     (out / PROGRESS).unlink(missing_ok=True)  # of a run that was killed at its very end
     print(f"{out}: complete already, nothing to do: {summary(manifest)}")
@@ -495,7 +516,7 @@ def read_progress(out: Path, wanted: dict) -> dict | None:
     path = out / PROGRESS
     if not path.exists():
         return None
-    fix = f"remove {path} to start again"
+    fix = start_again(PROGRESS)
     try:
         progress = read_json(path)
         check_same(out, "begun already", progress, wanted, (*ASKED, "versions"))
@@ -504,7 +525,7 @@ def read_progress(out: Path, wanted: dict) -> dict | None:
             if not file.exists() or sha256_file(file) != shard["sha256"]:
                 raise UserError(f"{file}: missing or changed since it was made; {fix}")
         place = tuple(progress["next"]["place"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: {type(error).__name__}: {error}; {fix}") from None
     print(
         f"{out}: going on with what is there, {len(progress['shards'])} shards verified; next is "
@@ -512,6 +533,11 @@ def read_progress(out: Path, wanted: dict) -> dict | None:
         f"{progress['next']['skip_tokens']:,} tokens"
     )
     return progress
+
+
+def start_again(file: str) -> str:
+    """How to begin a folder anew, of which `file` says what is in it."""
+    return f"remove {file} and the .bin files beside it to start again"
 
 
 def check_same(out: Path, what: str, old: dict, new: dict, keys: tuple[str, ...]) -> None:
@@ -530,9 +556,9 @@ def check_same(out: Path, what: str, old: dict, new: dict, keys: tuple[str, ...]
 
 
 def flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts, as (dotted key, value)."""
-    if isinstance(value, dict):
-        for k, v in value.items():
+    """The leaves of nested dicts and lists, as (dotted key, value)."""
+    if isinstance(value, dict | list) and value:
+        for k, v in value.items() if isinstance(value, dict) else enumerate(value):
             yield from flat(f"{key}.{k}", v)
     else:
         yield key, value
@@ -546,6 +572,9 @@ def locked_folder(out: Path) -> Iterator[None]:
         fd = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}; choose a folder to write to") from None
+    if not os.access(out, os.W_OK | os.X_OK):  # and not only when the first shard is full
+        os.close(fd)
+        raise UserError(f"--out {out}: read-only; choose a folder to write to")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -559,17 +588,26 @@ def locked_folder(out: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def clean(out: Path, name: str, keep: set[str]) -> None:
-    """Remove what an unfinished run of the same name left in the folder, but for `keep`."""
-    try:
-        for pattern in (f"{name}_val_*.bin", f"{name}_train_*.bin"):
-            for file in [*out.glob(pattern), *out.glob(pattern + ".tmp")]:
-                if file.name not in keep:
-                    file.unlink()
-        for file in (MANIFEST, PROGRESS):
-            (out / f"{file}.tmp").unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; choose a folder to write to") from None
+def check_own(out: Path, name: str, progress: dict | None) -> None:
+    """Raise UserError for a shard in the folder that no run noted: nothing of others is touched."""
+    listed = progress["shards"] if progress else []
+    own = {shard["file"] for shard in listed}
+    if progress:  # a run that was killed may have written the next one and not noted it
+        train = sum(shard["split"] == "train" for shard in listed)
+        own |= {f"{name}_val_000000.bin", f"{name}_train_{train + 1:06d}.bin"}
+    for file in sorted(out.glob("*.bin")):
+        if file.name not in own:
+            left = f"which {PROGRESS} does not list" if progress else f"of a run without {PROGRESS}"
+            raise UserError(
+                f"{out}: {file.name} is there, {left}; choose another --out or remove the shards"
+            )
+
+
+def remove_temporary(out: Path, name: str) -> None:
+    """Remove the temporary files that a run which was killed left in the folder."""
+    for pattern in (f"{name}_*.bin.tmp", f"{MANIFEST}.tmp", f"{PROGRESS}.tmp"):
+        for file in out.glob(pattern):
+            file.unlink()
 
 
 def check_space(

@@ -13,8 +13,8 @@ from data.prepare import (
     DELIMITER,
     PROGRESS,
     check_same,
-    clean,
     locked_folder,
+    remove_temporary,
     summary,
     tokenizer_entry,
 )
@@ -42,8 +42,9 @@ THREADS = 8
 def fetch(out: Path, shards: str | None, revision: str) -> dict:
     """Fetch validation and the training shards `shards` ("1-20"; None: all) into `out`.
 
-    Files that are here already are not fetched again. Each is checked: size and sha256 against what
-    the hub says, header, ids. Raises UserError for what the hub refuses and for a wrong file.
+    Files that are here already are not fetched again, and a finished folder can grow: 1-20 to 1-40.
+    Each file is checked: size and sha256 against what the hub says, header, ids. Raises UserError
+    for what the hub refuses, for a wrong file and for shards in `out` that were not asked for.
     """
     first, last = parse_range(shards)
     tokenizer = get_tokenizer("gpt2")
@@ -68,16 +69,27 @@ def fetch(out: Path, shards: str | None, revision: str) -> dict:
         manifest = load_manifest(out)
         if revision == "main":  # what is here is some commit of it: no need to ask
             wanted["source"]["revision"] = manifest["source"].get("revision")
-        check_same(out, "finished", manifest, wanted, tuple(wanted))
-        print(f"{out}: complete already, nothing to do: {summary(manifest)}")
-        return manifest
+        there = manifest["source"].get("shards")
+        grows = there is not None and within(parse_range(there), (first, last))
+        same = wanted["source"] | ({"shards": there} if grows else {})
+        check_same(out, "finished", manifest, wanted | {"source": same}, tuple(wanted))
+        if not grows:
+            print(f"{out}: complete already, nothing to do: {summary(manifest)}")
+            return manifest
+        revision = manifest["source"]["revision"]
     with locked_folder(out):
         if (out / PROGRESS).exists():
             raise UserError(f"{out} is being prepared from text; choose another --out")
         wanted["source"]["revision"] = resolve(REPO, revision)
         names = [f"{NAME}_val_000000.bin"]
         names += [f"{NAME}_train_{i:06d}.bin" for i in range(first, last + 1)]
-        clean(out, NAME, keep=set(names))
+        for file in sorted(out.glob("*.bin")):
+            if file.name not in names:
+                raise UserError(
+                    f"{out}: {file.name} is there, but is not among --shards {first}-{last}; "
+                    "ask for it too, choose another --out or remove it"
+                )
+        remove_temporary(out, NAME)
         files = download(out, names, wanted["source"]["revision"])
         wanted["source"]["files"] = files
         manifest = wanted | describe(out, files, tokenizer)
@@ -100,6 +112,11 @@ def parse_range(shards: str | None) -> tuple[int, int]:
     return first, last
 
 
+def within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    """Whether a range of shards is a part of another, and not all of it."""
+    return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
 def download(out: Path, names: list[str], revision: str) -> list[dict]:
     """Fetch files of the repository, several at once; returns name, size and etag of each."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -111,9 +128,12 @@ def download(out: Path, names: list[str], revision: str) -> list[dict]:
 
     def get(file: dict) -> None:
         path = out / file["file"]
-        if path.exists() and path.stat().st_size == file["bytes"]:
-            if sha256_file(path) == file["etag"]:
-                return  # of an earlier run, or put here by hand
+        if path.exists():  # of an earlier run, or put here by hand
+            if path.stat().st_size == file["bytes"] and sha256_file(path) == file["etag"]:
+                return
+            raise UserError(
+                f"{path}: not the file that the hub has (sha256); choose another --out or remove it"
+            )
         hf_hub_download(REPO, file["file"], revision=revision, repo_type="dataset", local_dir=out)
 
     try:

@@ -135,11 +135,7 @@ def load_manifest(data_dir: str | Path) -> dict:
         manifest = read_json(path)
         found = manifest["format"], manifest["version"]
         if found == (MANIFEST_FORMAT, MANIFEST_VERSION):
-            if "checksum" in manifest and manifest["checksum"] != checksum(manifest):
-                raise UserError(
-                    f"{path}: edited since it was written (its checksum differs); put the original "
-                    "back or prepare the folder again"
-                )
+            check_unedited(path, manifest)
             check_vocab_size(manifest["tokenizer"]["vocab_size"])
             for shard in manifest["shards"]:
                 file = Path(data_dir) / shard["file"]
@@ -151,7 +147,7 @@ def load_manifest(data_dir: str | Path) -> dict:
                         "shards of two data sets are mixed, prepare the folder again"
                     )
             return manifest
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: not a manifest of ours ({type(error).__name__}: {error}); remove it and "
             "prepare the folder again"
@@ -174,6 +170,15 @@ def checksum(manifest: dict) -> str:
     """Sha256 of a manifest's content, whatever its layout, but for the checksum itself."""
     rest = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def check_unedited(path: Path, manifest: dict) -> None:
+    """Raise UserError if a manifest is not what save_manifest wrote."""
+    if manifest.get("checksum") != checksum(manifest):
+        raise UserError(
+            f"{path}: edited since it was written (its checksum differs); put the original back or "
+            "prepare the folder again"
+        )
 
 
 def read_json(path: Path) -> dict:

@@ -215,7 +215,7 @@ def object_docstrings(name: str, thing: object) -> Iterator[str]:
 
 def main() -> None:
     """Entry point of `python -m data.stdlib`."""
-    options = tyro.cli(Options, description=__doc__)
+    options = tyro.cli(Options, prog="python -m data.stdlib", description=__doc__)
     prepare(source(), options)
 
 

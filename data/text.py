@@ -11,6 +11,7 @@ named; CONFIG may be left empty); it is downloaded whole by `datasets`, without 
 
 import functools
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import tyro
 
 from data.prepare import PrepareOptions, Source, prepare
 from nanorove.errors import UserError, run_cli
+from nanorove.files import sha256_file
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 UNIT_BYTES = 8 * 2**20  # of a .jsonl file
@@ -63,7 +65,11 @@ def source(options: Options) -> Source:
         description={
             "kind": "files",
             "column": options.column,
-            "files": [{"file": name, "bytes": path.stat().st_size} for name, path in files],
+            # the sha256, since a text that was edited often keeps its size
+            "files": [
+                {"file": name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
+                for name, path in files
+            ],
         },
         units=lambda listed, i: file_units(files[i][1]),
         read=functools.partial(read_file, column=options.column),
@@ -75,15 +81,29 @@ def source(options: Options) -> Source:
 def find_files(path: Path) -> list[tuple[str, Path]]:
     """(name for the manifest, path) of a file, or of all text files below a folder, sorted."""
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        found = [p for p in path.rglob("*") if p.is_file()]
+        files = sorted(p for p in found if p.suffix in SUFFIXES)
         if not files:
             raise UserError(f"{path}: no {', '.join(SUFFIXES)} file in this folder")
+        for file in files:
+            check_name(file)
+        if skipped := len(found) - len(files):
+            print(f"{path}: {skipped} of {len(found)} files are no {', '.join(SUFFIXES)}: skipped")
         return [(p.relative_to(path).as_posix(), p) for p in files]
+    check_name(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file; give files, folders or hf:NAME")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: unknown kind of file; give {', '.join(SUFFIXES)}")
     return [(path.name, path)]
+
+
+def check_name(path: Path) -> None:
+    """Raise UserError for a name that is not UTF-8: neither JSON nor a message could hold it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{os.fsencode(path)!r}: the name is not UTF-8; rename it") from None
 
 
 def file_units(path: Path) -> Iterator[Unit]:
@@ -141,7 +161,7 @@ def read_jsonl(unit: Unit, column: str) -> list[str | None]:
                 text = record[column]
                 if not isinstance(text, str | None):
                     raise TypeError(f"field {column!r} is no text but {type(text).__name__}")
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 why = f"no field {column!r}" if isinstance(error, KeyError) else str(error)
                 with open(unit.path, "rb") as before:  # only now is the number of the line needed
                     number = sum(1 for _ in iter_lines(before, at)) + 1
@@ -174,6 +194,10 @@ def read_parquet(unit: Unit, column: str) -> list[str | None]:
         names = file.schema_arrow.names
         if column not in names:
             raise UserError(f"{unit.path}: no column {column!r}; --column is one of {names}")
+        if names.count(column) > 1:
+            raise UserError(
+                f"{unit.path}: {names.count(column)} columns {column!r}; rename all but one"
+            )
         try:
             table = file.read_row_groups(
                 list(range(unit.start, unit.stop)), columns=[column], use_threads=False
@@ -183,7 +207,13 @@ def read_parquet(unit: Unit, column: str) -> list[str | None]:
     kind = table.schema.field(column).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise UserError(f"{unit.path}: column {column!r} is no text but {kind}")
-    return table.column(column).to_pylist()
+    try:
+        return table.column(column).to_pylist()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{unit.path} row group {unit.start}: column {column!r} is not UTF-8 ({error.reason}); "
+            "write the file again"
+        ) from None
 
 
 def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
@@ -247,7 +277,7 @@ def one_line(error: BaseException) -> str:
 
 def main() -> None:
     """Entry point of `python -m data.text`."""
-    options = tyro.cli(Options, description=__doc__)
+    options = tyro.cli(Options, prog="python -m data.text", description=__doc__)
     prepare(source(options), options)
 
 

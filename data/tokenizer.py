@@ -204,18 +204,22 @@ def vocab_bpe() -> bytes:
 
 
 def mergeable_ranks(vocab_bpe: bytes) -> dict[bytes, int]:
-    """Token bytes -> id, from the text of vocab.bpe: 256 single bytes, then one merge a line.
-
-    The file writes bytes as printable characters: those that print stand for themselves and come
-    first in the order of ids, the rest follow as chr(256), chr(257), ...
-    """
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    hidden = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(hidden)}
-    ranks = {bytes([b]): i for i, b in enumerate(printable + hidden)}
+    """Token bytes -> id, from the text of vocab.bpe: 256 single bytes, then one merge a line."""
+    byte_of = {character: b for b, character in byte_characters().items()}
+    ranks = {bytes([b]): i for i, b in enumerate(byte_characters())}
     for line in vocab_bpe.decode().split("\n")[1:-1]:  # the first line is a version
         ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
     return ranks
+
+
+def byte_characters() -> dict[int, str]:
+    """Byte value -> the printable character that GPT-2's files write for it, in the order of ids.
+
+    Those that print stand for themselves and come first, the rest follow as chr(256), chr(257)...
+    """
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    hidden = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(hidden)}
 
 
 def _checked(data: bytes, origin: str) -> bytes:

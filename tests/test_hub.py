@@ -262,6 +262,59 @@ def test_a_wrong_public_shard_is_refused_and_removed(public, tmp_path, instead, 
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_a_finished_range_grows(public, tmp_path):
+    assert pretokenized(public, tmp_path, "--shards", "2").returncode == 0
+    public.requests.clear()
+    result = pretokenized(public, tmp_path, "--shards", "1-3")
+    assert result.returncode == 0, result.stderr
+    assert sorted(public.fetched()) == [f"finewebedu_train_00000{i}.bin" for i in (1, 3)]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert [shard["file"] for shard in manifest["shards"]] == list(SHARDS)
+    assert manifest["source"]["shards"] == "1-3"
+    assert [file["file"] for file in manifest["source"]["files"]] == list(SHARDS)
+
+
+def folder_of(**files) -> dict[str, bytes]:
+    return {f"finewebedu_{name}.bin": content for name, content in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("files", "what"),
+    [
+        # of an interrupted --shards 1-3, or of anybody
+        (folder_of(train_000003=crafted([339, 13])), "train_000003.bin is there, .* --shards 1-2"),
+        (folder_of(train_000002=crafted([1])), "train_000002.bin: not the file that the hub has"),
+        (folder_of(train_000001=b"mine"), "train_000001.bin: not the file that the hub has"),
+        ({"mine.bin": b"mine"}, "mine.bin is there"),
+    ],
+)
+def test_shards_of_others_are_refused_and_stay(public, tmp_path, files, what):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name, content in files.items():
+        (out / name).write_bytes(content)
+    assert re.search(what, error_line(pretokenized(public, tmp_path, "--shards", "1-2")))
+    assert {name: (out / name).read_bytes() for name in files} == files
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        (["--tokenizer", "bytes"], "--tokenizer: without effect together with --pretokenized"),
+        (["--val-tokens", 5, "--limit-tokens", 9], "--limit-tokens, --val-tokens: without effect"),
+        (["--shard-tokens", 5], "--shard-tokens: without"),
+        (["--workers", 1023], "--workers: without"),
+        (["--encoder", "tiktoken"], "--encoder: without"),
+        (["--split", "public"], "--split: without"),
+        (["--sample", "100BT"], "--sample: without"),
+        (["--remove-parquet"], "--remove-parquet: without"),
+    ],
+)
+def test_options_that_pretokenized_would_not_look_at(public, tmp_path, args, what):
+    assert what in error_line(pretokenized(public, tmp_path, *args))
+    assert not public.requests and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("shards", ["0-3", "3-1", "1-100", "a", "1-"])
 def test_senseless_ranges(tmp_path, shards):
     assert f"--shards {shards}" in error_line(

@@ -82,9 +82,6 @@ def left_over(folder):
         (lambda f: (f / "x_train_000002.bin").unlink(), "x_train_000002", "No such file"),
         (of_another_run, "x_train_000002", "sha256"),
         (left_over, "x_train_000099", "not in manifest.json, so of another run; remove it"),
-        (edit(name="y"), "manifest.json", "edited since it was written"),
-        (edit(documents={"val": 2, "train": 40, "empty": 0, "duplicate": 0, "in_val": 0}),
-         "manifest.json", "edited since it was written"),
     ],
 )  # fmt: skip
 def test_damage_is_named(folder, capsys, damage, file, what):
@@ -94,6 +91,33 @@ def test_damage_is_named(folder, capsys, damage, file, what):
     ):
         verify(folder)
     assert "sound" not in capsys.readouterr().out
+
+
+TOKENIZER = {"name": "bytes", "vocab_size": 257, "eot": 256}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "y"},
+        {"checksum": None},
+        {"documents": {"val": 2, "train": 40, "empty": 0, "duplicate": 0, "in_val": 0}},
+        {"documents": "many"},
+        {"tokenizer": TOKENIZER},
+        {"tokenizer": TOKENIZER | {"name": ["bytes"], "sha256": ""}},
+        {"tokenizer": {"vocab_size": 257, "eot": 256, "sha256": ""}},
+        *(
+            {"shards": [{"file": f, "split": "val", "tokens": 9, "documents": 1, "sha256": ""}]}
+            for f in (3, "x_val\0_000000.bin")
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("look", [verify, show])
+def test_an_edited_manifest_is_refused(folder, changes, look):
+    edit(**changes)(folder)
+    with pytest.raises(UserError, match="manifest.json: edited since it was written"):
+        look(folder)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +146,9 @@ def test_a_shard_listed_twice_and_a_split_without_shards(folder):
         verify(folder)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"shards": [{}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", "3", '"format"', '{"shards": [{}]}', "[" * 100_000]
+)
 def test_no_manifest_of_ours(folder, content):
     (folder / "manifest.json").write_text(content)
     with pytest.raises(UserError, match="manifest.json: not a manifest"):
@@ -162,6 +188,26 @@ def test_show(folder, capsys, tmp_path):
         assert f"{split} document {number}: " in lines[0] and lines[1].startswith(text)
     with pytest.raises(UserError, match="--document 2: val has the documents 0 to 1"):
         show(folder, document=2, split="val")
+
+
+def test_show_where_no_document_starts_in_a_split(tmp_path, capsys):
+    # the public cut of a single long document
+    source = texts_source([["a" * 50]], public_split=True)
+    prepare(source, options(tmp_path, val_tokens=20, shard_tokens=20))
+    show(tmp_path)
+    out = capsys.readouterr().out
+    assert "train: no document starts in its 31 tokens" in out
+    assert "documents of 20 tokens in the mean" in out
+    assert (tmp_path / "document_lengths.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(UserError, match="--document 0: train has none"):
+        show(tmp_path, document=0)
+    verify(tmp_path)
+
+
+def test_a_picture_is_a_png(folder, tmp_path):
+    for name in ("x.pdf", "x"):
+        with pytest.raises(UserError, match=f"--png .*{name}: .*end in .png"):
+            show(folder, png=tmp_path / name)
 
 
 def test_docs(tmp_path, capsys):

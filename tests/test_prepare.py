@@ -294,11 +294,35 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path):
 # What a folder may already hold.
 
 
-def test_an_unfinished_folder_starts_again(tmp_path):
+@pytest.mark.parametrize(
+    "file", ["x_val_000000.bin", "x_train_000001.bin", "x_train_000007.bin", "other.bin"]
+)
+def test_shards_that_no_run_noted_are_refused_and_stay(tmp_path, file):
+    # copied here by hand, or of a download that was interrupted
+    (tmp_path / file).write_bytes(b"of another")
+    with pytest.raises(UserError, match=f"{file} is there, of a run without progress.json"):
+        prepare(texts_source([["val", "a" * 30]]), options(tmp_path, val_tokens=4))
+    assert files_of(tmp_path) == {file: b"of another"}
+
+
+def test_a_shard_put_into_an_unfinished_folder_is_refused_and_stays(tmp_path, unbroken):
+    broken_at(tmp_path, 5)  # validation and the training shards 1 to 4
+    before = files_of(tmp_path)
+    foreign = tmp_path / "x_train_000006.bin"
+    foreign.write_bytes(b"of another")
+    with pytest.raises(UserError, match="x_train_000006.bin is there, which progress.json does"):
+        prepare(texts_source(STREAM), options(tmp_path, **BROKEN))
+    assert files_of(tmp_path) == before | {foreign.name: b"of another"}
+    # but shard 5 may be one that the run wrote before it was killed
+    foreign.rename(tmp_path / "x_train_000005.bin")
+    prepare(texts_source(STREAM), options(tmp_path, **BROKEN))
+    assert files_of(tmp_path) == unbroken[False]
+
+
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path):
     texts = ["val", "a" * 30]
-    for file in ("x_val_000000.bin", "x_train_000007.bin", "x_train_000001.bin.tmp"):
+    for file in ("x_train_000001.bin.tmp", "manifest.json.tmp", "progress.json.tmp"):
         (tmp_path / file).write_bytes(b"left over")
-    (tmp_path / "manifest.json.tmp").write_bytes(b"left over")
     (tmp_path / "mine.tmp").write_bytes(b"not ours")
     prepare(texts_source([texts]), options(tmp_path, val_tokens=4))
     assert (tmp_path / "mine.tmp").read_bytes() == b"not ours"
@@ -344,9 +368,10 @@ def test_a_finished_folder_that_is_damaged_says_how_to_start_again(tmp_path):
     source, asked = texts_source([["val", "a" * 30]]), options(tmp_path, val_tokens=4)
     prepare(source, asked)
     (tmp_path / "x_train_000001.bin").unlink()
-    with pytest.raises(UserError, match=r"x_train_000001.bin.*remove .*manifest.json first"):
+    with pytest.raises(UserError, match=r"x_train_000001.bin.*remove manifest.json and the .bin"):
         prepare(source, asked)
-    (tmp_path / "manifest.json").unlink()
+    for file in ("manifest.json", "x_val_000000.bin"):
+        (tmp_path / file).unlink()
     prepare(source, asked)
 
 
@@ -426,6 +451,16 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
         prepare(texts_source([["text"]]), options(tmp_path / "file" / "out"))
 
 
+def test_a_folder_that_is_read_only_is_refused_before_the_work(tmp_path, monkeypatch):
+    def untouchable(files, i):
+        raise AssertionError("read")
+
+    # not by its mode, which is nothing to root
+    monkeypatch.setattr(module.os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(UserError, match="--out .*: read-only; choose a folder"):
+        prepare(Source("x", {"kind": "test"}, untouchable, read_unit), options(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["stdlib", "fineweb_edu", "text"])
 def test_help_lists_the_shared_options(name):
     result = subprocess.run(
@@ -434,6 +469,7 @@ def test_help_lists_the_shared_options(name):
     assert result.returncode == 0, result.stderr
     for option in ("out", "tokenizer", "workers", "shard-tokens", "limit-tokens", "val-tokens"):
         assert f"--{option}" in result.stdout
+    assert f"usage: python -m data.{name} " in result.stdout
 
 
 # Interrupted runs (litData#137).
@@ -488,7 +524,7 @@ def test_a_run_broken_after_every_shard_goes_on_to_the_same_bytes(tmp_path, unbr
             prepare(source, options(tmp_path, **BROKEN))
         except Broken:
             listed = json.loads((tmp_path / "progress.json").read_text())["shards"]
-            assert len(listed) == runs
+            assert len(listed) == runs - 1  # the first one is broken before its first shard
         finally:
             module.save_json = save
     assert runs > 15
@@ -558,7 +594,8 @@ def test_a_damaged_shard_of_an_unfinished_folder_is_found(tmp_path, unbroken, da
         path.unlink()
     with pytest.raises(UserError, match="x_train_000002.bin: missing or changed.*progress.json"):
         prepare(texts_source(STREAM), options(tmp_path, **BROKEN))
-    (tmp_path / "progress.json").unlink()
+    for file in [tmp_path / "progress.json", *tmp_path.glob("*.bin")]:
+        file.unlink()
     prepare(texts_source(STREAM), options(tmp_path, **BROKEN))
     assert files_of(tmp_path) == unbroken[False]
 
@@ -657,6 +694,14 @@ if __name__ == "__main__":
 """
 
 
+# a spawned worker imports the script before anything of ours runs in it
+SLOW_START = """
+if __name__ == "__mp_main__":
+    Path(sys.argv[1] + ".starting").touch()
+    time.sleep(0.5)
+"""
+
+
 def children(pid: int) -> list[int]:
     """The worker processes of a run; the resource tracker is none."""
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -695,6 +740,26 @@ def test_killed_at_random_moments(tmp_path, unbroken, kills):
     process = run(3)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
+    assert files_of(out) == unbroken[False]
+
+
+@pytest.mark.parametrize("moment", ["workers start", "shards"])
+def test_ctrl_c_is_at_most_one_line(tmp_path, unbroken, moment):
+    """The terminal sends SIGINT to the parent and to all workers, whatever they are doing."""
+    (tmp_path / "run.py").write_text(SLOW_SOURCE + SLOW_START)
+    out = tmp_path / "out"
+    command = [sys.executable, tmp_path / "run.py", out, "2"]
+    given = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **given)
+    awaited = "out.starting" if moment == "workers start" else "out/*.bin"
+    while not list(tmp_path.glob(awaited)):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    lines = [line for line in stderr.split("\n") if line.strip() and ".bin: " not in line]
+    assert process.returncode == 130 and lines == ["interrupted"], stderr
+    assert subprocess.run(command, timeout=120, **given).returncode == 0
     assert files_of(out) == unbroken[False]
 
 

@@ -10,6 +10,7 @@ import pytest
 from data import shards
 from data.shards import load_manifest, read_shard, save_manifest, shard_paths, write_shard
 from nanorove.errors import UserError
+from tests.conftest import with_checksum
 
 
 def crafted(tokens, magic=20240520, version=1, count=None) -> bytes:
@@ -122,13 +123,13 @@ def folder(tmp_path):
         "tokenizer": {"vocab_size": 257},
         "shards": listed,
     }
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "manifest.json").write_text(json.dumps(with_checksum(manifest)))
     return tmp_path
 
 
 def change(folder, **keys) -> None:
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    path.write_text(json.dumps(with_checksum(json.loads(path.read_text()) | keys)))
 
 
 def test_manifest_and_paths(folder):
@@ -172,7 +173,22 @@ def test_another_manifest_is_refused(folder, keys, what):
         load_manifest(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": "nanorove-shards"}'])
+@pytest.mark.parametrize("edit", ["value", "remove the checksum", "both", "checksum"])
+def test_an_edited_manifest_is_refused(folder, edit):
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    if edit in ("value", "both"):
+        manifest["tokenizer"]["vocab_size"] = 300
+    if edit in ("remove the checksum", "both"):
+        del manifest["checksum"]
+    if edit == "checksum":
+        manifest["checksum"] = None
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="manifest.json: edited since it was written"):
+        load_manifest(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"format": "nanorove"}'])
 def test_a_broken_manifest_is_refused(folder, text):
     (folder / "manifest.json").write_text(text)
     with pytest.raises(UserError, match=r"manifest.json: not a manifest of ours.*remove it"):

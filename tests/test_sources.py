@@ -47,6 +47,18 @@ def parquet(texts: list, column: str = "text", rows: int = 7, kind=None) -> byte
     return buffer.getvalue()
 
 
+def as_parquet(table: pyarrow.Table) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer, row_group_size=2)
+    return buffer.getvalue()
+
+
+NOT_UTF8 = as_parquet(  # Arrow looks at no byte of what is called a string
+    pyarrow.table({"text": pyarrow.array([b"a", b"b", b"c", b"d\xff"]).view(pyarrow.string())})
+)
+TWICE = as_parquet(pyarrow.table([["a"], ["b"]], names=["text", "text"]))
+
+
 def same_shards(a: Path, b: Path) -> bool:
     files = sorted(p.name for p in a.glob("*.bin"))
     return files == sorted(p.name for p in b.glob("*.bin")) and all(
@@ -264,6 +276,21 @@ def test_fineweb_local_refusals(tmp_path):
         run()
 
 
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        (["--sample", "100BT"], "--sample: without effect together with --local"),
+        (["--revision", "main"], "--revision: without effect together with --local"),
+        (["--remove-parquet"], "--remove-parquet: without effect together with --local"),
+        (["--pretokenized"], "--local: without effect together with --pretokenized"),
+    ],
+)
+def test_fineweb_options_that_local_would_not_look_at(tmp_path, args, what):
+    args = ["--local", tmp_path, "--out", tmp_path / "out", *args]
+    assert what in error_line(script("data.fineweb_edu", *args))
+    assert not (tmp_path / "out").exists()
+
+
 # The user's own text.
 
 
@@ -322,6 +349,9 @@ def test_jsonl_gives_each_line_once_wherever_its_units_end(tmp_path, monkeypatch
         ("x.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "x.jsonl line 2: no field 'text'"),
         ("x.jsonl", b'{"text": 3}\n', "x.jsonl line 1: field 'text' is no text but int"),
         ("x.jsonl", b'["a"]\n', "x.jsonl line 1: "),
+        ("x.jsonl", b'{"text": "a"}\n' + b"[" * 100_000, "x.jsonl line 2: "),
+        ("x.parquet", NOT_UTF8, "x.parquet row group 1: column 'text' is not UTF-8 .invalid"),
+        ("x.parquet", TWICE, "x.parquet: 2 columns 'text'; rename all but one"),
         ("x.parquet", parquet(["a"])[:-9], "x.parquet: .*not .all of. a parquet file"),
         ("x.parquet", parquet(["a"], column="b"), "x.parquet: no column 'text'"),
         ("x.csv", b"a,b", "x.csv: unknown kind of file"),
@@ -347,6 +377,37 @@ def test_text_refuses_sources_that_are_none(tmp_path):
     for spec in ("hf:", "hf:a:b:c:d"):
         with pytest.raises(UserError, match="write hf:NAME"):
             run_text(tmp_path / "out", spec)
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    try:
+        Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.txt")).write_text("text")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    for source in (folder, next(folder.iterdir())):
+        with pytest.raises(UserError, match=r"caf\\xe9.txt'.*: the name is not UTF-8; rename it"):
+            text.source(text.Options(sources=(str(source),), out=tmp_path / "out"))
+
+
+def test_files_of_a_folder_that_are_skipped_are_counted(tmp_path, capsys):
+    for name in ("a.txt", "b.md", "c.TXT", "d/e.html"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    assert [name for name, _ in text.find_files(tmp_path)] == ["a.txt"]
+    assert f"{tmp_path}: 3 of 4 files are no .txt" in capsys.readouterr().out
+
+
+def test_an_edit_that_keeps_the_size_is_seen(tmp_path):
+    for name, content in [("a.txt", "one"), ("b.txt", "two " * 10)]:
+        (tmp_path / name).write_text(content)
+    files = tmp_path / "a.txt", tmp_path / "b.txt"
+    run_text(tmp_path / "out", *files)
+    run_text(tmp_path / "out", *files)
+    (tmp_path / "a.txt").write_text("eno")
+    with pytest.raises(UserError, match=r"source.files.0.sha256 '\w+' there, '\w+' asked"):
+        run_text(tmp_path / "out", *files)
 
 
 def test_text_from_the_hub(tmp_path):

@@ -104,6 +104,13 @@ def test_bytes_are_the_bytes_of_utf8(text):
     assert tokenizer.decode(ids) == text
 
 
+def test_the_printable_characters_of_bytes():
+    char, _, ids = reference_tables()
+    assert module.byte_characters() == char
+    # in the order of ids
+    assert [ids[c] for c in module.byte_characters().values()] == list(range(256))
+
+
 def test_bytes_vocabulary():
     tokenizer = get_tokenizer("bytes")
     assert (tokenizer.vocab_size, tokenizer.eot, len(tokenizer.sha256)) == (257, 256, 64)
