@@ -19,7 +19,6 @@ import contextlib
 import datetime
 import hashlib
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -38,10 +37,10 @@ from nanorove.config import Config, config_differences, config_from_dict, load_c
 from nanorove.distributed import init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
 from nanorove.files import write_text_atomic
-from nanorove.guards import BadSteps, StopSignal, check_weights
+from nanorove.guards import BadSteps, StopSignal, check_weights, lock_run
 from nanorove.optim import lr_at, make_optimizer
 from nanorove.perf import grad_accum_steps, mfu_pct, out_of_room, start_block
-from nanorove.runlog import PREEMPTED, RunLog, peak_memory_gib, run_facts
+from nanorove.runlog import PREEMPTED, RunLog, is_restart, peak_memory_gib, run_facts
 from nanorove.validation import evaluate_loss
 
 
@@ -51,7 +50,8 @@ def find_checkpoint(config: Config, resume: bool) -> Path | None:
     Raises UserError rather than start over a run that has checkpoints.
     """
     found = sorted((config.run_dir / "ckpt").glob("step_????????"))
-    if found and not resume:
+    # workers that torchrun starts again after a failure go on by themselves
+    if found and not resume and not is_restart(config.run_dir):
         raise UserError(
             f"{config.run_dir} has checkpoints already, the newest one {found[-1].name}:"
             " add --resume to go on, or choose another --run_name"
@@ -59,13 +59,18 @@ def find_checkpoint(config: Config, resume: bool) -> Path | None:
     return checkpoint.find_resume_dir(config.run_dir, lambda line: print(f"resume: {line}"))
 
 
-def check_same_run(config: Config, meta: dict[str, Any], data: dict[str, Any], rank: int) -> None:
-    """A resumed run must be the same experiment: print what differs, refuse what must not."""
+def check_same_run(
+    config: Config, meta: dict[str, Any], data: dict[str, Any], rank: int
+) -> set[str]:
+    """A resumed run must be the same experiment: print what differs, refuse what must not.
+
+    Gives back the names of the settings that differ.
+    """
     rows = config_differences(config_from_dict(meta["config"]), config)
     if meta["data"]["manifest_sha256"] != data["manifest_sha256"]:
         rows["the data's manifest"] = meta["data"]["manifest_sha256"], data["manifest_sha256"]
     fixed = [key for key in rows if key.startswith(("model.", "the data"))
-             or key in ("seed", "train.total_batch_size")]  # fmt: skip
+             or key in ("seed", "init_from", "train.total_batch_size")]  # fmt: skip
     if rows and rank == 0:
         print(f"resume: {'setting':26} {'checkpoint':>24} {'now':>24}")
         for key, (before, now) in rows.items():
@@ -78,19 +83,11 @@ def check_same_run(config: Config, meta: dict[str, Any], data: dict[str, Any], r
             f"{config.run_dir}: {fixed[0]} was {before} and is now {now}{where}; a run cannot"
             " change that at --resume: set it back, or choose another --run_name"
         )
-
-
-def load_init_weights(model: GPT, config: Config) -> None:
-    """Start from another run's weights: the same model, but for block_size and yarn_factor."""
-    step_dir = checkpoint.resolve_step_dir(config.init_from)
-    theirs = config_from_dict(checkpoint.read_meta(step_dir)["config"]).model
-    for key in ("pos_emb", "rope_base", "vocab_size", "n_layer", "n_head", "n_embd"):
-        if getattr(theirs, key) != getattr(config.model, key):
-            raise UserError(
-                f"init_from {step_dir}: its model.{key} is {getattr(theirs, key)}, this config's"
-                f" is {getattr(config.model, key)}; they must be equal"
-            )
-    checkpoint.load_weights(model, step_dir)
+    before = f"{meta.get('threads')} threads, torch {meta.get('versions', {}).get('torch')}"
+    now = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    if before != now and rank == 0:
+        print(f"resume: was {before}, is {now}: the last bits may differ", flush=True)
+    return set(rows)
 
 
 def main(config: Config, resume: bool = False) -> dict[str, float]:
@@ -110,6 +107,8 @@ def run_training(
 ) -> dict[str, float]:
     """The whole training, from top to bottom."""
     train, context = config.train, config.model.context
+    stop = StopSignal()  # first: a signal during the start is not lost
+    at_the_end.callback(stop.restore)
     info = init_distributed(train.dtype, train.deterministic)
     accum_steps = grad_accum_steps(config, info.world_size)
     if train.attn_backend == "flash" and info.device.type != "cuda":
@@ -137,16 +136,19 @@ def run_training(
         raw_model = GPT(config.model, attn_backend=train.attn_backend, seed=config.seed)
     except ValueError as error:
         raise UserError(str(error)) from None
-    # workers that torchrun starts again after a failure go on by themselves
-    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    info.from_rank0(lambda: lock_run(config.run_dir, at_the_end))
     step_dir = info.from_rank0(lambda: find_checkpoint(config, resume))
     meta: dict[str, Any] = {"step": 0, "val_loss": None, "best_val_loss": None, "best_step": None}
     if step_dir is not None:
         meta |= checkpoint.read_meta(step_dir)
-        check_same_run(config, meta, data, info.rank)
+        changed = check_same_run(config, meta, data, info.rank)
+        if meta["best_step"] and changed & {"train.val_tokens", "train.dtype"}:
+            meta |= {"best_val_loss": None, "best_step": None}
+            info.print0("resume: val/loss is measured in another way now, so best begins anew")
         checkpoint.load_weights(raw_model, step_dir)
     elif config.init_from is not None:
-        load_init_weights(raw_model, config)
+        init_dir, meta["init"] = checkpoint.load_init_weights(raw_model, config)
+        info.print0(f"init_from: starts from the weights of {init_dir}")
     raw_model.to(info.device)
     optimizer = make_optimizer(raw_model, train)
     if step_dir is not None:
@@ -165,14 +167,21 @@ def run_training(
             f" ({train.max_steps}); raise it to go on"
         )
     info.print0(start_block(config, info, raw_model.num_params(), len(train_data.stream)))
-    log, facts = None, run_facts(info, raw_model.num_params())
-    if info.rank == 0:
+    log = None
+    facts = run_facts(info, raw_model.num_params()) | {"init": meta.get("init")}
+
+    def start_log() -> None:
+        nonlocal log
         log = RunLog(config, facts, meta if step_dir else None)
         at_the_end.callback(log.close)
         if step_dir is not None:  # what lies beyond it never was
             print(f"resume: goes on at step {start_step}", flush=True)
             if best_step is not None or best_val_loss is None:
                 checkpoint.mark_best(config.run_dir, best_step)
+            if names := checkpoint.forget_after(config.run_dir, start_step):
+                print(f"resume: removed what lay beyond: {', '.join(names)}", flush=True)
+
+    info.from_rank0(start_log)  # an error of rank 0 ends all
 
     def save(step: int) -> Path:
         """Rank 0 writes and the others wait for it, so that none is alone in a collective."""
@@ -183,7 +192,7 @@ def run_training(
                 "data": data, "val_loss": None, "best_val_loss": best_val_loss,
                 "best_step": best_step, "skipped_steps": bad_steps.total,
                 "wandb_id": log.wandb_id, "versions": facts["versions"],
-                "threads": facts["threads"],
+                "threads": facts["threads"], "init": facts["init"],
             }  # fmt: skip
             return checkpoint.save_checkpoint(
                 config.run_dir, step, config, raw_model, optimizer, about
@@ -193,8 +202,6 @@ def run_training(
 
     batches = Prefetcher(train_data.batch, info, start_step, train.max_steps, accum_steps)
     at_the_end.callback(batches.close)
-    stop = StopSignal()
-    at_the_end.callback(stop.restore)
     bad_steps, stopping = BadSteps(meta.get("skipped_steps", 0)), False
     train_loss, clock, clock_step = float("nan"), time.perf_counter(), start_step
     for step in range(start_step, train.max_steps + 1):  # `step` optimizer steps are done

@@ -99,6 +99,15 @@ def prune_checkpoints(run_dir: Path, keep: int) -> None:
             _remove(path)
 
 
+def forget_after(run_dir: Path, step: int) -> list[str]:
+    """Point `last` at step folder `step` and delete the ones after it; gives back their names."""
+    write_text_atomic(run_dir / "ckpt" / "last", f"step_{step:08d}\n")
+    after = [path for path in _step_dirs(run_dir) if path.name > f"step_{step:08d}"]
+    for path in after:
+        _remove(path)
+    return [path.name for path in reversed(after)]
+
+
 def _remove(path: Path) -> None:
     """Delete a step folder; a kill in the middle leaves no half of it under a final name."""
     if path.exists() and path.suffix != ".old":
@@ -218,6 +227,27 @@ def load_weights(model: GPT, step_dir: Path) -> None:
     except (RuntimeError, OSError, safetensors.SafetensorError) as error:
         lines = " ".join(str(error).split())
         raise UserError(f"{path}: cannot be loaded into this model: {lines}") from None
+
+
+def load_init_weights(model: GPT, config: Config) -> tuple[Path, dict[str, Any]]:
+    """Start from another run's weights: the same model, but for block_size and yarn_factor.
+
+    Gives back the step folder and {"step", "model_sha256"} of these weights. Raises UserError for
+    another model and for a damaged file.
+    """
+    step_dir = resolve_step_dir(config.init_from)
+    meta = read_meta(step_dir)
+    theirs = config_from_dict(meta["config"]).model
+    for key in ("pos_emb", "rope_base", "vocab_size", "n_layer", "n_head", "n_embd"):
+        if getattr(theirs, key) != getattr(config.model, key):
+            raise UserError(
+                f"init_from {step_dir}: its model.{key} is {getattr(theirs, key)}, this config's"
+                f" is {getattr(config.model, key)}; they must be equal"
+            )
+    check_files(step_dir, meta, ["model.safetensors"])
+    load_weights(model, step_dir)
+    sha256 = meta["files"]["model.safetensors"]["sha256"]
+    return step_dir, {"step": meta["step"], "model_sha256": sha256}
 
 
 def load_optimizer(model: GPT, optimizer: torch.optim.Optimizer, step_dir: Path) -> None:

@@ -4,7 +4,10 @@ A step with a NaN or an infinity in its loss or gradient is not taken. Ranks who
 longer the same bits, or weights that are not numbers, end the run before they are saved.
 """
 
+import contextlib
+import fcntl
 import signal
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -37,6 +40,25 @@ class StopSignal:
         """Give the signals back to whoever had them before."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+def lock_run(run_dir: Path, at_the_end: contextlib.ExitStack) -> None:
+    """Keep other trainings out of a run until `at_the_end`, or until this process dies.
+
+    Raises UserError if another one has it. Processes that this one starts do not get the lock:
+    Python opens files for itself alone (close-on-exec).
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = at_the_end.enter_context((run_dir / "lock").open("w"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"{run_dir} is being trained by another process; wait for it, or choose another"
+            " --run_name"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        print(f"lock: {run_dir}: {error.strerror}; nothing stops a second training of this run")
 
 
 def weight_sums(model: nn.Module) -> torch.Tensor:

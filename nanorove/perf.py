@@ -6,6 +6,7 @@ measures it.
 
 import errno
 import os
+import re
 
 import torch
 
@@ -20,11 +21,17 @@ GPUS = {
     "h100": (989e12, 80),
     "h200": (989e12, 141),
 }
+# how their names end; an H100 PCIe or NVL, a GH200 or a slice (MIG) of a GPU has another peak
+NAMES = {
+    "a100": r"\ba100(-sxm4-[48]0gb|-pcie-[48]0gb| 80gb pcie)?$",
+    "h100": r"\bh100( 80gb hbm3)?$",
+    "h200": r"\bh200$",
+}
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """FLOP/s that a device could reach in bf16; None for one not in the table, and for fp32."""
-    known = [flops for name, (flops, _) in GPUS.items() if name in device_name.lower()]
+    known = [GPUS[key][0] for key in GPUS if re.search(NAMES[key], device_name.lower())]
     return known[0] if known and dtype == "bf16" else None
 
 

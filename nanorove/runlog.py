@@ -22,6 +22,7 @@ import torch
 from nanorove import wandb_mirror
 from nanorove.config import Config, config_to_toml
 from nanorove.distributed import DistInfo
+from nanorove.errors import UserError
 from nanorove.files import strict, write_text_atomic
 
 PREEMPTED = "PREEMPTED"  # in the run folder: stopped by a signal, --resume goes on
@@ -53,6 +54,22 @@ def git_state() -> dict[str, Any]:
     }
 
 
+def launch_id() -> str | None:
+    """Of the torchrun that started this process: its run id, which may be the same each time, and
+    its process id. None without torchrun."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    return run_id and f"{run_id} {os.getppid()}"
+
+
+def is_restart(run_dir: Path) -> bool:
+    """Was this process started again by the torchrun that the run's meta.json is of?"""
+    path = run_dir / "meta.json"
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0 or not path.is_file():
+        return False
+    launch = json.loads(path.read_text(encoding="utf-8")).get("launch")
+    return launch is not None and launch == launch_id()
+
+
 def run_facts(info: DistInfo, n_params: int) -> dict[str, Any]:
     """What was run, on what: for the run's meta.json."""
     device = torch.cuda.get_device_name() if info.device.type == "cuda" else platform.machine()
@@ -64,6 +81,7 @@ def run_facts(info: DistInfo, n_params: int) -> dict[str, Any]:
         "device": f"{info.device.type}: {device}",
         "params": n_params,
         "arguments": sys.argv,
+        "launch": launch_id(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
@@ -74,6 +92,30 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB
+
+
+def read_records(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl up to the first unreadable one, which must lie beyond `step`.
+
+    Raises UserError, with file and line, where it does not.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    records: list[dict[str, Any]] = []
+    # a kill or a full disk may have cut the last line
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            record["step"] + 0
+        except (ValueError, KeyError, TypeError):
+            if not records or records[-1]["step"] < step:
+                raise UserError(
+                    f"{path}, line {number}: unreadable, and the checkpoint is at step {step}:"
+                    " mend or delete the line, then --resume"
+                ) from None
+            print(f"resume: {path}: line {number} is unreadable; it and what follows is dropped")
+            break
+        records.append(record)
+    return records
 
 
 class RunLog:
@@ -88,17 +130,16 @@ class RunLog:
         run_dir = config.run_dir
         self.path = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
+        old = [] if resume is None else read_records(self.path, resume["step"])
         write_text_atomic(run_dir / "config.toml", config_to_toml(config))
         write_text_atomic(run_dir / "meta.json", json.dumps(facts, indent=2) + "\n")
         (run_dir / PREEMPTED).unlink(missing_ok=True)
         kept = []
         if resume is not None:
-            old = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-            whole = old[: old.rfind("\n") + 1]  # a kill or a full disk may have cut the last line
             # a checkpoint without val_loss was made before the evaluation of its step, which
             # comes again
             again = resume["step"] + (resume["val_loss"] is not None)
-            for record in map(json.loads, whole.splitlines()):
+            for record in old:
                 if record["step"] < again or (
                     record["step"] == resume["step"] and "val/loss" not in record
                 ):

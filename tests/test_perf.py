@@ -48,6 +48,21 @@ def test_mfu():
     assert perf.mfu_pct(shipped("gpt2_124m_rope", dtype="fp32"), 1e6, "H100", 1) is None
 
 
+@pytest.mark.parametrize(
+    ("device", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("h100", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None), ("NVIDIA H200 NVL", None),
+        ("NVIDIA GH200 480GB", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("x86_64", None),
+    ],
+)  # fmt: skip
+def test_peak_of_the_very_device(device, flops):
+    """The slower cards of the same name have another peak (NVIDIA's data sheets)."""
+    assert perf.peak_flops(device, "bf16") == flops
+
+
 def kept_bytes(config: Config, n_layer: int) -> int:
     """What autograd really keeps for backward, parameters apart."""
     model = GPT(

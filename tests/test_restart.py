@@ -512,7 +512,9 @@ def test_two_hosts(tiny_toml, two_hosts):
 
 
 def test_workers_started_again_go_on_by_themselves(tiny_toml, monkeypatch):
-    """torchrun says so in the environment; a first start without --resume is refused as ever."""
+    """torchrun says so in the environment; a first start without --resume is refused as ever, and
+    so is a second one by a torchrun whose first start was refused."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     run(tiny_toml(), "--run_name", "unbroken")
     with dies("step", 4):
         run("tiny.toml")
@@ -520,16 +522,78 @@ def test_workers_started_again_go_on_by_themselves(tiny_toml, monkeypatch):
     with pytest.raises(UserError, match="--resume"):
         train.main(*load_config(["tiny.toml"]))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "another")
+        with pytest.raises(UserError, match="--resume"):
+            train.main(*load_config(["tiny.toml"]))
+    with monkeypatch.context() as patch:  # --rdzv_id=1 is the same each time, the process is not
+        patch.setattr(os, "getppid", lambda: 7)
+        with pytest.raises(UserError, match="--resume"):
+            train.main(*load_config(["tiny.toml"]))
     run("tiny.toml")
     assert hashes("tiny") == hashes("unbroken")
 
 
-def test_one_may_go_back_on_purpose(tiny_toml):
-    """By the name of an earlier folder in ckpt/last; the newer ones are not taken for better."""
+def test_one_may_go_back_on_purpose(tiny_toml, capfd):
+    """By the name of an earlier folder in ckpt/last; the newer ones are not taken for better, and
+    not for later ones of the run that goes on."""
     argv = ["--train.checkpoint_interval", "2", "--train.keep_checkpoints", "5"]
     run(tiny_toml(), *argv)
     before = hashes("tiny")
     Path("runs/tiny/ckpt/last").write_text("step_00000002\n")
+    with dies("step", 2):
+        run("tiny.toml", *argv, "--resume")
+    assert [p.name for p in Path("runs/tiny/ckpt").glob("step_*")] == ["step_00000002"]
+    removed = "step_00000003, step_00000004, step_00000006"
+    assert f"resume: removed what lay beyond: {removed}\n" in capfd.readouterr().out
     run("tiny.toml", *argv, "--resume")
-    assert [r["step"] for r in records() if "event" in r] == [2]
+    assert [r["step"] for r in records() if "event" in r] == [2, 2]
     assert hashes("tiny") == before
+
+
+def test_a_run_has_one_training_at_a_time(tiny_toml, monkeypatch):
+    """A second one is refused and touches nothing; a process that the first one started does not
+    keep the lock when the first one is dead."""
+    program = (
+        "import contextlib, os, pathlib, subprocess, sys\n"
+        "from nanorove.guards import lock_run\n"
+        "stack = contextlib.ExitStack()\n"
+        "lock_run(pathlib.Path('runs/tiny'), stack)\n"
+        "child = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL)\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+        "os._exit(1)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(REPO)}, text=True,
+    )  # fmt: skip
+    child = int(process.stdout.readline())
+    try:
+        with pytest.raises(UserError, match="runs/tiny is being trained by another process"):
+            run(tiny_toml())
+        assert [path.name for path in Path("runs/tiny").iterdir()] == ["lock"]
+        process.kill()
+        process.wait()
+        os.kill(child, 0)  # still there
+        run("tiny.toml")
+        run("tiny.toml", "--resume")  # the end of a training gives the lock back
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_signal_during_the_start_is_not_lost(tiny_toml, monkeypatch):
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        load_manifest = train.load_manifest
+
+        def signalled(path: str) -> dict:
+            signal.raise_signal(signal.SIGUSR1)
+            return load_manifest(path)
+
+        monkeypatch.setattr(train, "load_manifest", signalled)
+        assert run(tiny_toml())["step"] == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert Path("runs/tiny/PREEMPTED").read_text() == "stopped at step 1 by SIGUSR1\n"

@@ -16,6 +16,7 @@ import torch
 from nanorove import runlog, wandb_mirror
 from nanorove.config import Config, config_to_dict, load_config
 from nanorove.distributed import DistInfo
+from nanorove.errors import UserError
 from nanorove.runlog import RunLog, git_state, peak_memory_gib, run_facts
 from tests.conftest import REPO
 
@@ -419,3 +420,24 @@ def test_disabled_says_so_and_does_not_import_wandb(config, capfd, monkeypatch):
     log.write({"step": 1, "train/loss": 1.0})
     log.close()
     assert capfd.readouterr().out == "wandb: disabled\n"
+
+
+GOOD = [{"step": step, "train/loss": 1.0} for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("bad", [b'{"step": 4, \x00\x00}', b"\xff\xfe", b"7", b"{}", b""])
+def test_a_damaged_line_of_the_record(config, capfd, bad):
+    """Beyond the checkpoint it ends the record, with what follows; before it, the resume ends with
+    file and line."""
+    path = Path("runs/tiny/metrics.jsonl")
+    RunLog(config, FACTS, None).close()
+    good = [json.dumps(record).encode() for record in GOOD]
+    path.write_bytes(b"\n".join([*good[:3], bad, good[3], b""]))
+    RunLog(config, FACTS, AT_3).close()
+    assert lines() == [*GOOD[:3], {"step": 3, "event": "resume"}]
+    assert "metrics.jsonl: line 4 is unreadable" in capfd.readouterr().out
+    path.write_bytes(b"\n".join([*good[:2], bad, good[2], b""]))
+    before = path.read_bytes(), Path("runs/tiny/meta.json").read_bytes()
+    with pytest.raises(UserError, match=r"runs/tiny/metrics\.jsonl, line 3: unreadable.* step 3"):
+        RunLog(config, {}, AT_3)
+    assert (path.read_bytes(), Path("runs/tiny/meta.json").read_bytes()) == before

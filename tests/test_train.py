@@ -506,6 +506,32 @@ def test_best_is_remembered_over_a_resume(tiny_toml, monkeypatch):
     assert pointers() == ("step_00000002", "step_00000006", ["2", "4", "6"])
 
 
+@pytest.mark.parametrize(
+    "now", [["--train.val_tokens", "100"], ["--train.dtype", "bf16"], ["--train.min_lr", "2e-3"]]
+)
+def test_best_begins_anew_where_the_loss_is_another(tiny_toml, monkeypatch, capfd, now):
+    """Losses of different tokens or precision are not compared."""
+    scripted_losses(monkeypatch, [9.0, 3.0, 5.0])
+    with dies("step", 4):
+        run(tiny_toml())
+    run("tiny.toml", *now, "--resume")
+    anew = now[0] != "--train.min_lr"
+    assert pointers()[0] == ("step_00000006" if anew else "step_00000003")
+    assert ("best begins anew" in capfd.readouterr().out) == anew
+
+
+def test_other_threads_are_said_at_a_resume(tiny_toml, capfd):
+    with dies("step", 4):
+        run(tiny_toml())
+    checkpoint.add_to_meta(Path("runs/tiny/ckpt/step_00000003"), threads=3)
+    run("tiny.toml", "--resume")
+    torch_now = f"torch {torch.__version__}"
+    line = f"resume: was 3 threads, {torch_now}, is 1 threads, {torch_now}: the last bits may"
+    assert line in capfd.readouterr().out
+    run("tiny.toml", "--resume")
+    assert "bits may differ" not in capfd.readouterr().out
+
+
 def test_nan_is_never_the_best(tiny_toml, monkeypatch):
     scripted_losses(monkeypatch, [9.0, math.nan, 5.0, math.nan, 6.0, math.inf, 7.0])
     run(tiny_toml(), "--train.eval_interval", "1")
@@ -552,6 +578,35 @@ def test_init_from_another_model_is_refused(tiny_toml, key, theirs, ours):
     for part in ("init_from", "runs/first", f"model.{key}", theirs, ours):
         assert part in str(error.value)
     assert not Path("runs/tiny/ckpt").exists()
+
+
+def test_init_from_is_checked_and_noted(tiny_toml, capfd):
+    """One bit of the weights: refused. Where they came from stays in the meta over a resume."""
+    run(tiny_toml(), "--run_name", "first")
+    digest = hashes("first")["model.safetensors"]
+    with dies("step", 4):
+        run("tiny.toml", "--init_from", "runs/first")
+    assert "init_from: starts from the weights of runs/first/ckpt/step_00000006\n" in (
+        capfd.readouterr().out
+    )
+    run("tiny.toml", "--init_from", "runs/first", "--resume")
+    for path in ("meta.json", "ckpt/step_00000003/meta.json", "ckpt/step_00000006/meta.json"):
+        meta = json.loads(Path("runs/tiny", path).read_text())
+        assert meta["init"] == {"step": 6, "model_sha256": digest}
+    path = Path("runs/first/ckpt/step_00000006/model.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="model.safetensors: not the bytes that were saved"):
+        run("tiny.toml", "--init_from", "runs/first", "--run_name", "second")
+
+
+def test_init_from_does_not_change_at_a_resume(tiny_toml):
+    run(tiny_toml(), "--run_name", "first")
+    with dies("step", 4):
+        run("tiny.toml")
+    with pytest.raises(UserError, match="init_from was None and is now runs/first"):
+        run("tiny.toml", "--init_from", "runs/first", "--resume")
 
 
 def test_init_from_nothing_is_refused(tiny_toml):
