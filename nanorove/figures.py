@@ -160,7 +160,11 @@ SETTLED = 0.06  # of the steps: before, the loss falls from ln V and would flatt
 
 
 def loss_figures(runs: Sequence[Run], pairs: Sequence[Pair], together: bool) -> list[Figure]:
-    """Loss and paired difference: one figure each, or one above the other in a single figure."""
+    """Loss and paired difference: one figure each, or one above the other in a single figure.
+
+    Runs of unequal seeds had other batches, so there is no difference of theirs to draw.
+    """
+    pairs = [(first, second) for first, second in pairs if first.seed == second.seed]
     count = 2 if pairs else 1
     if together:
         figures = [Figure(figsize=(7, 3 * count), layout="constrained")]

@@ -58,6 +58,23 @@ class Run:
         """The settings but for the seed: runs of one arm repeat each other."""
         return {k: v for k, v in flatten(self.config).items() if k not in ("run_name", "seed")}
 
+    @property
+    def revision(self) -> str:
+        """Of the code that trained it."""
+        dirty = " and changes" if self.meta.get("git_dirty") else ""
+        return str(self.meta.get("git_revision") or "–")[:12] + dirty
+
+    @property
+    def circumstances(self) -> dict[str, Any]:
+        """What no config says, and numbers depend on all the same."""
+        return {
+            "torch version": self.meta.get("versions", {}).get("torch"),
+            "device": self.meta.get("device"),
+            "processes": self.meta.get("world_size"),
+            "threads": self.meta.get("threads"),
+            "code revision": self.revision,
+        }
+
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps, values) of a metric, both (n,)."""
         points = [(m["step"], m[key]) for m in self.metrics if key in m]
@@ -86,13 +103,21 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{path / 'config.toml'}: not a config of ours ({error!r})") from None
     pointer = path / "ckpt" / "last"
     step_dir = path / "ckpt" / pointer.read_text().strip() if pointer.is_file() else path / "ckpt"
+    checkpoint = read_json(step_dir / "meta.json") or {}
+    perplexity = read_json(path / "eval" / "perplexity.json")
+    weights = checkpoint.get("files", {}).get("model.safetensors", {}).get("sha256")
+    if perplexity and weights and perplexity.get("model_sha256") != weights:
+        raise UserError(
+            f"{path / 'eval' / 'perplexity.json'}: of other weights than the run's last step"
+            f" ({step_dir.name}) has; evaluate again: python -m scripts.eval_perplexity {path}"
+        )
     return Run(
         path=path,
         config=config,
         metrics=read_metrics(path / "metrics.jsonl"),
         meta=read_json(path / "meta.json") or {},
-        checkpoint=read_json(step_dir / "meta.json") or {},
-        perplexity=read_json(path / "eval" / "perplexity.json"),
+        checkpoint=checkpoint,
+        perplexity=perplexity,
         samples=read_json(path / "eval" / "samples.json") or [],
     )
 
@@ -132,11 +157,31 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """{"model.pos_emb": ["rope", "rove"]}: the settings in which runs differ, but for the name."""
-    flats = [flatten(run.config) for run in runs]
+    """{"model.pos_emb": ["rope", "rove"]}: the settings and circumstances in which runs differ, but
+    for the name."""
+    flats = [flatten(run.config) | run.circumstances for run in runs]
     keys = dict.fromkeys(key for flat in flats for key in flat if key != "run_name")
     rows = {key: [flat.get(key) for flat in flats] for key in keys}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Raise UserError, naming both, for two runs of other data or of unequal numbers of steps."""
+    first = runs[0]
+    for run in runs[1:]:
+        data = [r.checkpoint.get("data", {}).get("manifest_sha256") for r in (first, run)]
+        if data[0] != data[1]:
+            a, b = (str(sha256)[:12] for sha256 in data)
+            raise UserError(
+                f"{first.path} and {run.path}: trained on other data (manifests {a} and {b});"
+                " train both on the same"
+            )
+        steps = [r.checkpoint.get("step") for r in (first, run)]
+        if steps[0] != steps[1]:
+            raise UserError(
+                f"{first.path} and {run.path}: the one has done {steps[0]} steps, the other"
+                f" {steps[1]}; go on with the shorter one (--resume) first"
+            )
 
 
 def name_runs(runs: Sequence[Run]) -> None:
@@ -156,7 +201,8 @@ def name_runs(runs: Sequence[Run]) -> None:
 def pair_up(runs: Sequence[Run]) -> list[Pair]:
     """(first, second) for every comparison: each run with the baseline's run of the same seed.
 
-    The baseline is the first run and those that differ from it in the seed alone.
+    The baseline is the first run and those that differ from it in the seed alone. Where none has
+    the seed it is the first run, and only what does not depend on the seed can be paired.
     """
     baseline = [run for run in runs if run.arm == runs[0].arm]
     others = [run for run in runs if run.arm != runs[0].arm] or baseline[1:]
@@ -201,6 +247,9 @@ def _compare(first: Run, second: Run, key: tuple[str, str, int]) -> stats.Paired
         dtypes = first.perplexity["dtype"], second.perplexity["dtype"]
         if dtypes[0] != dtypes[1]:  # modded-nanogpt#133
             raise ValueError(f"one was evaluated in {dtypes[0]}, the other in {dtypes[1]}")
+        steps = first.perplexity["step"], second.perplexity["step"]
+        if steps[0] != steps[1]:
+            raise ValueError(f"one was evaluated at step {steps[0]}, the other at {steps[1]}")
         if a["counts"] != b["counts"]:
             raise ValueError("different numbers of tokens were scored")
         return stats.paired_difference(
@@ -213,7 +262,7 @@ def _compare(first: Run, second: Run, key: tuple[str, str, int]) -> stats.Paired
     except ValueError as error:
         raise UserError(
             f"{first.path} and {second.path}: {error}; evaluate both with the same --lengths,"
-            " --documents, --data and --dtype"
+            " --documents, --data and --dtype, at the same step"
         ) from None
 
 

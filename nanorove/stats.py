@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 
 N_RESAMPLES = 10_000
+FEWEST_DOCUMENTS = 6  # with 5 the smallest p of 2^5 signs, two-sided, is 2/32 > 0.05
 
 
 @dataclass(frozen=True)

@@ -52,13 +52,15 @@ class Args:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the transformer (bfloat16: autocast); head and loss are always float32."""
     out: Path | None = None
-    """Result file; default: RUN/eval/perplexity.json."""
+    """Result file; default: RUN/eval/perplexity.json, and for a step folder
+    RUN/eval/perplexity_step_XXXXXXXX.json."""
 
 
 def main(args: Args) -> dict[str, Any]:
     """Evaluate and write the result file; returns its content."""
     lengths, settings = parse_lengths(args.lengths), parse_yarn(args.yarn)
     step_dir = resolve_step_dir(args.run)
+    out = args.out or result_file(args.run, step_dir)
     meta = read_meta(step_dir)
     config = config_from_dict(meta["config"]).model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,8 +155,6 @@ def main(args: Args) -> dict[str, Any]:
         ],
         "results": results,
     }
-    # runs/NAME/ckpt/step_00000500 -> runs/NAME/eval
-    out = args.out or step_dir.resolve().parent.parent / "eval" / "perplexity.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(out, json.dumps(record, indent=1) + "\n")
     print(f"wrote {out}")
@@ -163,6 +163,17 @@ def main(args: Args) -> dict[str, Any]:
 
 # -----------------------------------------------------------------------------
 # what is asked for
+
+
+def result_file(run: Path, step_dir: Path) -> Path:
+    """Where the result goes if nothing is said. A run's perplexity.json speaks of its last step
+    alone, so a step folder has a file of its own; raises UserError for one outside a run."""
+    if step_dir != run:
+        return run / "eval" / "perplexity.json"
+    ckpt = step_dir.resolve().parent
+    if ckpt.name != "ckpt" or not (ckpt / "last").is_file():
+        raise UserError(f"{run}: a step folder outside a run; say with --out where the result goes")
+    return ckpt.parent / "eval" / f"perplexity_{step_dir.resolve().name}.json"
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -177,19 +188,21 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_yarn(text: str) -> list[str]:
-    """ "none,auto,4" -> ["none", "auto", "4"], each once. Raises UserError."""
-    settings = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    for setting in settings:
+    """ "none,auto,4.0" -> ["none", "auto", "4"], each once. Raises UserError."""
+    settings = []
+    for setting in (part.strip() for part in text.split(",")):
         if setting not in ("none", "auto"):
             try:
-                good = 1 <= float(setting) < float("inf")
+                factor = float(setting)
             except ValueError:
-                good = False
-            if not good:
+                factor = 0.0
+            if not 1 <= factor < float("inf"):
                 raise UserError(
                     f"--yarn {text}: {setting!r} is neither none, auto nor a number >= 1"
                 )
-    return settings
+            setting = str(factor).removesuffix(".0")  # one name for one factor
+        settings.append(setting)
+    return list(dict.fromkeys(settings))
 
 
 def yarn_factor(setting: str, length: int, config: GPTConfig) -> float | str:

@@ -26,6 +26,7 @@ from nanorove.checkpoint import read_meta, resolve_step_dir
 from nanorove.config import Config, config_differences, config_from_dict, load_config
 from nanorove.errors import UserError, run_cli
 from nanorove.files import sha256_file, write_text_atomic
+from scripts.eval_perplexity import parse_lengths, parse_yarn
 
 T = TypeVar("T")
 
@@ -100,7 +101,7 @@ def main(args: Args) -> None:
 
     # data
     manifest = Path(experiment.data.dir) / MANIFEST
-    steps.run("data", ["-m", *experiment.data.command], done=manifest.is_file())
+    steps.run("data", ["-m", *experiment.data.command], done=is_prepared(experiment.data))
     data_sha256 = None
     if manifest.is_file():
         load_manifest(manifest.parent)
@@ -111,6 +112,12 @@ def main(args: Args) -> None:
         train = Path(os.path.relpath(Path(__file__).resolve().parent.parent / "train.py"))
         arguments = [str(train), *train_arguments(experiment, arm, seed), "--resume"]
         steps.run(config.run_name, arguments, done=is_trained(config, data_sha256))
+        # train.py ends well on a signal too, and a model of half the steps must not be compared
+        if not args.dry_run and not is_trained(config, data_sha256):
+            raise UserError(
+                f"{config.run_dir} stopped before its last step; run the experiment again, it goes"
+                " on from there"
+            )
 
     # evaluations
     for config in configs.values():
@@ -171,6 +178,18 @@ def load_experiment(path: Path) -> Experiment:
     for prompt in experiment.samples.prompts:
         if prompt.startswith("-"):  # the command line would take it for an option
             raise UserError(f"{path}: a prompt cannot begin with '-': {prompt!r}")
+    for name, arm in experiment.arms.items():
+        for option in arm.overrides:
+            if option.split("=")[0].replace("-", "_") in ("__seed", "__run_name", "__resume"):
+                raise UserError(f"{path}: arms.{name}: {option} is the experiment's to set")
+    what = experiment.perplexity
+    try:  # now, and not after hours of training
+        parse_lengths(",".join(map(str, what.lengths)))
+        parse_yarn(",".join(what.yarn))
+    except UserError as error:
+        raise UserError(f"{path}: perplexity: {error}") from None
+    if what.documents < 2:
+        raise UserError(f"{path}: perplexity.documents {what.documents}: at least 2 are needed")
     return experiment
 
 
@@ -257,8 +276,17 @@ def compare_arms(experiment: Experiment, configs: dict[tuple[str, int], Config])
     return f"arms differ only in {', '.join(found)}" if found else "arms do not differ"
 
 
+def is_prepared(data: Data) -> bool:
+    """Are there shards, made with the tokenizer that the command asks for?"""
+    folder, command = Path(data.dir), data.command
+    if not (folder / MANIFEST).is_file():
+        return False
+    asked = [b for a, b in zip(command, command[1:], strict=False) if a == "--tokenizer"]
+    return not asked or load_manifest(folder)["tokenizer"]["name"] == asked[-1]
+
+
 def is_trained(config: Config, data_sha256: str | None) -> bool:
-    """Is the run's last checkpoint its last step?
+    """Is the run's last checkpoint its last step, evaluated?
 
     Raises UserError if the run was made with another config or other data: two experiments must
     not be mixed.
@@ -274,11 +302,29 @@ def is_trained(config: Config, data_sha256: str | None) -> bool:
         raise UserError(
             f"{config.run_dir}: trained on other data than {config.data.dir} has now; {fix}"
         )
-    return meta["step"] == config.train.max_steps
+    return meta["step"] == config.train.max_steps and meta["val_loss"] is not None
 
 
 # -----------------------------------------------------------------------------
 # the steps
+
+
+def run_to_its_end(command: list[str]) -> int:
+    """Run a command and return its exit code.
+
+    Ctrl-C reaches the command as well. It gets the time to save what it has (subprocess.run would
+    kill it after a quarter of a second), then KeyboardInterrupt is raised here.
+    """
+    process = subprocess.Popen(command)
+    interrupt = None
+    while process.returncode is None:
+        try:
+            process.wait()
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    return process.returncode
 
 
 class Steps:
@@ -308,7 +354,7 @@ class Steps:
         self.count += 1
         if self.dry_run:
             return
-        code = subprocess.run([sys.executable, *arguments]).returncode
+        code = run_to_its_end([sys.executable, *arguments])
         if code:
             raise UserError(
                 f"step {name!r} failed with exit code {code} (its output is above): {shown};"

@@ -24,6 +24,7 @@ from nanorove.results import (
     Pair,
     Row,
     Run,
+    check_comparable,
     differing_keys,
     make_rows,
     name_runs,
@@ -32,6 +33,10 @@ from nanorove.results import (
     yarn_words,
 )
 
+COMPARED = (
+    "Of all settings, torch version, device, processes, threads and code revision, the runs differ"
+    " in these alone; data and number of steps are the same"
+)
 QUANTITIES = {"last": "Same last tokens", "disjoint": "Disjoint windows"}
 
 
@@ -53,6 +58,7 @@ def main(args: Args) -> Path:
     if len({path.resolve() for path in args.runs}) < len(args.runs):
         raise UserError("the same run is given twice; name each run folder once")
     runs = [read_run(path) for path in args.runs]
+    check_comparable(runs)
     name_runs(runs)
     pairs = pair_up(runs)
     rows = make_rows(runs, pairs)
@@ -62,6 +68,7 @@ def main(args: Args) -> Path:
         "answer": answer(runs, rows, pairs),
         "claims": claims(rows, pairs),
         "differing": differing_keys(runs),
+        "compared": COMPARED,
         "runs": runs,
         "pairs": pairs,
         "unit": runs[0].unit,
@@ -131,10 +138,17 @@ def answer(runs: Sequence[Run], rows: Sequence[Row], pairs: Sequence[Pair]) -> s
             f"The last validation loss is {b:.4f} with {second.label} and {a:.4f} with"
             f" {first.label}; perplexity against length has not been evaluated."
         )
-    where = f"{'beyond' if longest > first.context else 'at'} the training context"
+    where = "beyond" if longest > first.context else "below" if longest < first.context else "at"
+    where += " the training context"
     ways = {direction(paired) for paired in far.values()}
     verdict = {"lower": "beats", "higher": "does worse than", "": "does not beat"}
-    if len(ways) == 1:
+    documents = min(paired.documents for paired in far.values())
+    if ways == {""} and documents < stats.FEWEST_DOCUMENTS:
+        lead = (
+            f"{documents} documents are too few to tell whether {second.label} beats {first.label}"
+            f" {where}"
+        )
+    elif len(ways) == 1:
         lead = f"{second.label} {verdict[ways.pop()]} {first.label} {where}"
     else:
         lead = f"whether {second.label} beats {first.label} {where} depends on YaRN"
@@ -143,7 +157,7 @@ def answer(runs: Sequence[Run], rows: Sequence[Row], pairs: Sequence[Pair]) -> s
     if ("none", first.context) in own and longest != first.context:
         paired = own["none", first.context]
         sentence += f"; {place(first.context, first)} {clause(paired, 'its', '')}"
-    others = [i for i, (_, run) in enumerate(pairs) if i and run.arm == second.arm]
+    others = [i for i, (a, b) in enumerate(pairs) if i and b.arm == second.arm and a.seed == b.seed]
     if others:
         agree = sum(
             all(
@@ -154,6 +168,9 @@ def answer(runs: Sequence[Run], rows: Sequence[Row], pairs: Sequence[Pair]) -> s
             for i in others
         )
         sentence += f"; {agree} of the {len(others)} other seeds agree {where}"
+    if first.seed != second.seed:
+        seeds = f"{first.seed} and {second.seed}"
+        sentence += f"; their seeds differ ({seeds}), which may be part of any difference"
     return sentence[0].upper() + sentence[1:] + "."
 
 
@@ -203,8 +220,9 @@ def place(length: int, run: Run) -> str:
 
 
 def seeds_per_arm(pairs: Sequence[Pair]) -> int:
-    """How many runs the best-repeated of the compared arms has."""
-    return max((sum(b.arm == c.arm for _, c in pairs) for _, b in pairs), default=1)
+    """How many distinct seeds both arms of the first pair have, at least one."""
+    compared = [pair for pair in pairs if pair[1].arm == pairs[0][1].arm]
+    return max(1, min(len({pair[side].seed for pair in compared}) for side in (0, 1)))
 
 
 def protocol(runs: Sequence[Run]) -> list[str]:
@@ -319,10 +337,6 @@ def cost_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def made_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """How the runs came about, from what they recorded themselves."""
 
-    def revision(run: Run) -> str:
-        dirty = " and changes" if run.meta.get("git_dirty") else ""
-        return show(run.meta.get("git_revision"))[:12] + dirty
-
     def versions(run: Run) -> str:
         return ", ".join(f"{k} {v}" for k, v in run.meta.get("versions", {}).items()) or "–"
 
@@ -339,7 +353,7 @@ def made_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         ("tokenizer", [show(d.get("tokenizer", {}).get("name")) for d in data]),
         ("evaluated weights, sha256", [show(e.get("model_sha256"))[:16] for e in evaluations]),
         ("evaluated on", [show(e.get("device")) for e in evaluations]),
-        ("code revision", [revision(run) for run in runs]),
+        ("code revision", [run.revision for run in runs]),
         ("versions", [versions(run) for run in runs]),
     ]  # fmt: skip
 
@@ -385,7 +399,7 @@ def to_markdown(page: dict[str, Any]) -> str:
         parts.append("\n".join(f"- {plain(sentence)}" for sentence in page["claims"]))
     if page["differing"]:
         body = [[key, *map(str, row)] for key, row in page["differing"].items()]
-        parts += ["The runs differ in these settings alone:", table([["", *labels], *body])]
+        parts += [COMPARED + ":", table([["", *labels], *body])]
     if page["figures"]["perplexity"]:
         parts += ["## Perplexity against context", "![perplexity](perplexity.png)"]
     for quantity in page["tables"]:

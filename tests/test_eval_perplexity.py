@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -251,8 +252,15 @@ def test_step_folder_and_out(save, tmp_path):
     out = tmp_path / "here" / "result.json"
     main(Args(run / "ckpt" / "step_00000006", lengths="8", yarn="none", out=out))
     assert out.is_file() and not (run / "eval").exists()
-    main(Args(run / "ckpt" / "step_00000006", lengths="8", yarn="none"))
-    assert (run / "eval" / "perplexity.json").is_file()
+    main(Args(run, lengths="8", yarn="none"))
+    of_the_run = (run / "eval" / "perplexity.json").read_text()
+    main(Args(run / "ckpt" / "step_00000006", lengths="8,16", yarn="none"))
+    assert (run / "eval" / "perplexity_step_00000006.json").is_file()
+    assert (run / "eval" / "perplexity.json").read_text() == of_the_run
+    alone = tmp_path / "alone"
+    shutil.copytree(run / "ckpt" / "step_00000006", alone)
+    with pytest.raises(UserError, match="alone: a step folder outside a run.*--out"):
+        main(Args(alone, lengths="8", yarn="none"))
 
 
 def test_too_few_long_documents_are_counted(save):
@@ -295,6 +303,7 @@ def test_weights_that_are_not_numbers_are_refused(save):
 def test_command_line_lists():
     assert parse_lengths("1024,256,256") == [256, 1024]
     assert parse_yarn("none, auto,4,none") == ["none", "auto", "4"]
+    assert parse_yarn("4.0,4,2.50") == ["4", "2.5"]
     for text in ("256,x", "", "2,256", "0"):
         with pytest.raises(UserError, match="--lengths"):
             parse_lengths(text)

@@ -5,13 +5,23 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nanorove.errors import UserError
-from scripts.experiment import Args, load_experiment, main
+from scripts import experiment
+from scripts.experiment import (
+    Args,
+    Data,
+    Steps,
+    is_prepared,
+    load_experiment,
+    main,
+    run_to_its_end,
+)
 from tests.conftest import REPO, TINY_TOML
 
 EXPERIMENT = """\
@@ -80,6 +90,12 @@ def edit(path: str, old: str, new: str) -> None:
         ('"c d"', '"-c"', "a prompt cannot begin with '-': '-c'"),
         ("seeds = [1]", "seeds = [", "x.toml: not TOML"),
         ("[samples]", "[[samples]]", "samples must be a table"),
+        ("lengths = [8, 16]", "lengths = [2, 16]", "x.toml: perplexity: --lengths 2,16"),
+        ("lengths = [8, 16]", "lengths = []", "x.toml: perplexity: --lengths"),
+        ('"auto"', '"of"', "x.toml: perplexity: --yarn none,of"),
+        ("documents = 2", "documents = 1", "perplexity.documents 1: at least 2"),
+        ('["--train.log_interval"', '["--run-name=x"', "arms.rove: --run-name=x is the experiment"),
+        ('["--train.log_interval"', '["--seed"', "arms.rove: --seed is the experiment's to set"),
     ],
 )
 def test_a_faulty_file_is_refused(folder, old, new, message):
@@ -169,6 +185,45 @@ def test_a_failing_step_is_named(folder, capfd, monkeypatch):
     assert "No module named data.nothing" in capfd.readouterr().err  # its own words are shown
 
 
+def test_ctrl_c_waits_until_the_command_has_saved(tmp_path):
+    """Both get the signal; the command needs a second to save, and has it."""
+    code = (
+        "import os, signal, sys, time\n"
+        "def save(*_):\n"
+        "    time.sleep(1)\n"
+        f"    open({str(tmp_path / 'saved')!r}, 'w').close()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGINT, save)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run_to_its_end([sys.executable, "-c", code])
+    assert (tmp_path / "saved").is_file()
+    assert run_to_its_end([sys.executable, "-c", "import sys; sys.exit(3)"]) == 3
+
+
+def test_a_training_that_stopped_is_not_evaluated(folder, monkeypatch):
+    """train.py ends with 0 when it was told to stop, but there is nothing to compare yet."""
+    ran = []
+    monkeypatch.setattr(experiment, "run_to_its_end", lambda command: ran.append(command) or 0)
+    monkeypatch.setattr(experiment, "is_trained", lambda config, data: False)
+    with pytest.raises(UserError, match="rope-seed1 stopped before its last step; run the exp"):
+        main(Args(Path("x.toml")))
+    assert len(ran) == 2  # data and the first training
+    assert not Steps(Path("runs/tiny/experiment.json"), False).receipts
+
+
+def test_data_of_another_tokenizer_are_not_what_the_command_makes(tmp_path, monkeypatch):
+    (tmp_path / "manifest.json").touch()
+    manifest = {"tokenizer": {"name": "gpt2"}}
+    monkeypatch.setattr(experiment, "load_manifest", lambda folder: manifest)
+    for name, done in (("gpt2", True), ("bytes", False)):
+        assert is_prepared(Data(str(tmp_path), ["data.text", "--tokenizer", name])) is done
+    assert is_prepared(Data(str(tmp_path), ["data.text"]))
+
+
 def test_from_end_to_end(folder, capfd, monkeypatch):
     """Runs what is missing, nothing the second time, and after a change what that affects."""
     monkeypatch.setenv("PYTHONPATH", str(REPO))
@@ -220,6 +275,12 @@ def test_from_end_to_end(folder, capfd, monkeypatch):
     meta = Path("runs/tiny/rove-seed1/ckpt/step_00000006/meta.json")
     edit(str(meta), '"step": 6', '"step": 3')
     assert to_run() == ["tiny/rove-seed1", "tiny/rove-seed1 perplexity", "tiny/rove-seed1 samples"]
+    meta.write_bytes(before[str(meta)][1])
+
+    # so does one that was killed before its last evaluation
+    values = json.loads(before[str(meta)][1])
+    meta.write_text(json.dumps(values | {"val_loss": None}))
+    assert "tiny/rove-seed1" in to_run()
     meta.write_bytes(before[str(meta)][1])
 
     # other settings of a training, or other data, are never mixed with what is there

@@ -57,7 +57,13 @@ def make_run(
     )  # fmt: skip
     (folder / "ckpt" / "last").write_text("step_00000100\n")
     (folder / "ckpt" / "step_00000100" / "meta.json").write_text(
-        json.dumps({"data": {"manifest_sha256": "f" * 64, "tokenizer": {"name": "bytes"}}})
+        json.dumps(
+            {
+                "step": 100,
+                "files": {"model.safetensors": {"sha256": "a" * 64}},
+                "data": {"manifest_sha256": "f" * 64, "tokenizer": {"name": "bytes"}},
+            }
+        )
     )
     (folder / "eval" / "samples.json").write_text(
         json.dumps([{"prompt": "def f(", "text": sample}])
@@ -83,7 +89,7 @@ def make_run(
                     "sums": sums.tolist(), "counts": [128] * documents,
                 })  # fmt: skip
     record = {
-        "model_sha256": "a" * 64, "dtype": "float32", "device": "cpu",
+        "model_sha256": "a" * 64, "step": 100, "dtype": "float32", "device": "cpu",
         "settings": {"lengths": list(LENGTHS), "yarn": ["none", yarn], "documents": documents},
         "protocol": {"bos": "Bos", "segment": "one segment", "last": "the last 128 tokens",
                      "disjoint": "windows", "weighting": "Token-weighted"},
@@ -268,10 +274,47 @@ def test_the_answer_counts_the_other_seeds(tmp_path):
         runs.append(make_run(tmp_path / f"rope{seed}", seed=seed))
         runs.append(make_run(tmp_path / f"rove{seed}", "rove", seed=seed, excess={4096: excess}))
     html, _ = report(tmp_path / "out", *runs)
-    answer = re.search(r'<p class="answer">(.*?)</p>', html)[1]
+    answer = answer_of(html)
     assert "RoVE, seed 1 beats RoPE, seed 1" in answer
     assert answer.endswith("1 of the 2 other seeds agree beyond the training context.")
     assert answer.startswith("For these checkpoints (3 training seeds")
+
+
+def answer_of(html: str) -> str:
+    return re.search(r'<p class="answer">(.*?)</p>', html)[1]
+
+
+def test_unequal_seeds_are_said_and_their_losses_not_paired(tmp_path):
+    rope = make_run(tmp_path / "rope", seed=1)
+    roves = [make_run(tmp_path / f"rove{seed}", "rove", seed=seed) for seed in (1, 2, 3)]
+    html, _ = report(tmp_path / "out", rope, roves[1])
+    assert "their seeds differ (1 and 2)" in answer_of(html)
+    assert html.count("<svg") == 3 and "no difference is drawn" in html  # not the difference
+    # three seeds of one arm and one of the other are one seed per arm
+    html, _ = report(tmp_path / "out", rope, *roves)
+    assert "(one training seed)" in answer_of(html) and "seeds differ" not in answer_of(html)
+    assert "other seeds agree" not in answer_of(html)
+
+
+@pytest.mark.parametrize(
+    "block_size, where",
+    [(256, "beyond the training"), (4096, "at the training"), (8192, "below the training")],
+)
+def test_the_answer_says_where_the_longest_length_is(tmp_path, block_size, where):
+    runs = [make_run(tmp_path / "rope"), make_run(tmp_path / "rove", "rove", excess={4096: -0.5})]
+    for run in runs:
+        text = (run / "config.toml").read_text()
+        (run / "config.toml").write_text(text.replace("= 256", f"= {block_size}"))
+    html, _ = report(tmp_path / "out", *runs)
+    assert f"RoVE beats RoPE {where} context: at 4,096 bytes" in answer_of(html)
+
+
+def test_few_documents_tell_nothing(tmp_path):
+    rope = make_run(tmp_path / "rope", documents=5)
+    rove = make_run(tmp_path / "rove", "rove", documents=5, excess={4096: -0.5})
+    answer = answer_of(report(tmp_path / "out", rope, rove)[0])
+    assert "5 documents are too few to tell whether RoVE beats RoPE beyond" in answer
+    assert "does not beat" not in answer
 
 
 def test_ratio_and_perplexity_in_the_table(tmp_path, capsys):
@@ -338,6 +381,43 @@ def test_other_documents_are_refused(tmp_path):
     runs = read(tmp_path / "a", tmp_path / "b")
     with pytest.raises(UserError, match="one was evaluated in float32, the other in bfloat16"):
         make_rows(runs, pair_up(runs))
+
+
+def edit_json(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_an_evaluation_of_another_step_is_refused(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", "rove")
+    edit_json(b / "eval" / "perplexity.json", step=60)
+    runs = read(a, b)
+    with pytest.raises(UserError, match="one was evaluated at step 100, the other at 60"):
+        make_rows(runs, pair_up(runs))
+    edit_json(b / "eval" / "perplexity.json", step=100, model_sha256="b" * 64)
+    with pytest.raises(UserError, match="perplexity.json: of other weights.*evaluate again"):
+        read_run(b)
+
+
+def test_runs_of_other_data_or_steps_are_refused(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", "rove")
+    meta = b / "ckpt" / "step_00000100" / "meta.json"
+    edit_json(meta, step=60)
+    with pytest.raises(UserError, match="/a and .*/b: the one has done 100 steps, the other 60"):
+        main(Args((a, b), tmp_path / "out"))
+    edit_json(meta, step=100, data={"manifest_sha256": "e" * 64, "tokenizer": {"name": "bytes"}})
+    with pytest.raises(UserError, match="/a and .*/b: trained on other data .manifests ffff"):
+        main(Args((a, b), tmp_path / "out"))
+
+
+def test_other_circumstances_are_listed(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", "rove")
+    edit_json(b / "meta.json", git_revision="1234567890123", git_dirty=True, threads=8,
+              world_size=4, device="cuda", versions={"torch": "2.12.0"})  # fmt: skip
+    assert differing_keys(read(a, b)) == {
+        "model.pos_emb": ["rope", "rove"], "torch version": ["2.13.0", "2.12.0"],
+        "device": ["cpu: x86_64", "cuda"], "processes": [1, 4], "threads": [2, 8],
+        "code revision": ["abcdef012345", "123456789012 and changes"],
+    }  # fmt: skip
 
 
 def test_difference_is_taken_where_step_and_tokens_agree(tmp_path):
