@@ -187,15 +187,16 @@ def config_to_toml(config: Config) -> str:
 
 def config_differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     """{"section.key": (value in a, value in b)} of the keys that differ."""
-    flat_a, flat_b = _flatten(dataclasses.asdict(a)), _flatten(dataclasses.asdict(b))
+    flat_a, flat_b = flatten(dataclasses.asdict(a)), flatten(dataclasses.asdict(b))
     return {k: (flat_a[k], flat_b[k]) for k in flat_a if flat_a[k] != flat_b[k]}
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"n_layer": 4}} -> {"model.n_layer": 4}."""
     flat = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat
@@ -211,7 +212,7 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _from_dict(values: dict[str, Any], name: str, complete: bool = False) -> Config:
-    flat, hints = _flatten(values), _keys(Config)
+    flat, hints = flatten(values), _keys(Config)
     for key, value in flat.items():
         if key not in hints:
             nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0)[0]

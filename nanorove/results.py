@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nanorove import stats
+from nanorove.config import flatten
 from nanorove.errors import UserError
 
 POS_EMB = {"rope": "RoPE", "rove": "RoVE", "learned": "Learned", "none": "No positions"}
@@ -146,14 +147,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if "event" not in record:
             records.append(record)
     return records
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"n_layer": 4}} -> {"model.n_layer": 4}."""
-    flat = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}  # noqa: E501  # fmt: skip
-    return flat
 
 
 def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
