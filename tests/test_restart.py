@@ -129,6 +129,34 @@ def workers(agent: int) -> list[int]:
     return [pid for _, pid in sorted(found.items())]
 
 
+SLOW_SAVE = """
+import time, train
+from nanorove import checkpoint
+from nanorove.errors import run_cli
+save = checkpoint.save_checkpoint
+def slow(*args):
+    time.sleep(20)
+    return save(*args)
+checkpoint.save_checkpoint = slow
+run_cli(train.cli)
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_save_is_waited_for(tiny_toml):
+    """Rank 0 writes for 20 s while rank 1 stands in the next collective (spd#536): it must neither
+    give up nor go on alone, and both end well."""
+    run(tiny_toml(), "--run_name", "unbroken")
+    Path("slow_save.py").write_text(SLOW_SAVE)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "slow_save.py", "tiny.toml"],
+        env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert curve("tiny", "train/loss") == pytest.approx(curve("unbroken", "train/loss"), rel=1e-5)
+
+
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["torchrun", "one worker"])
