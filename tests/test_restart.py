@@ -425,6 +425,7 @@ def test_full_disk(tiny_toml, tmp_path):
         assert "\n" not in str(error.value)
         whole = sorted(Path("runs/tiny/ckpt").glob("step_????????"))
         assert len(whole) >= 2
+        assert not list(Path("runs/tiny/ckpt").glob("*.tmp"))  # half a checkpoint holds no space
         for step_dir in whole:
             checkpoint.check_files(step_dir, checkpoint.read_meta(step_dir))
         assert Path("runs/tiny/ckpt/last").read_text() == f"{whole[-1].name}\n"
