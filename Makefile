@@ -22,10 +22,11 @@ lint: .venv/dev
 	.venv/bin/python -m ruff format --check .
 
 # a stamp file says what was installed; a changed requirements file installs anew
-.venv/user: requirements.txt
+.venv/user: requirements.txt requirements-ruler.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, this is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
 	$(PIP) -r requirements.txt
+	$(PIP) --no-deps -r requirements-ruler.txt
 	@touch $@
 
 .venv/dev: .venv/user requirements-dev.txt
