@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -165,6 +166,25 @@ def get_tokenizer(name: str, encoder: str = "tiktoken") -> Tokenizer:
     if name == "gpt2" and encoder == "gigatoken":
         return CheckedGigatoken()
     return tokenizers[name]()
+
+
+def recorded_tokenizer(recorded: dict[str, Any], where: object) -> Tokenizer:
+    """The tokenizer that a model or a data folder names in `where`, of the recorded sha256.
+
+    Raises UserError if there is no such tokenizer.
+    """
+    tokenizer = get_tokenizer(recorded["name"])
+    check_tokenizer(tokenizer, recorded, where)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Tokenizer, recorded: dict[str, Any], where: object) -> None:
+    """Raise UserError unless `recorded`, which was found in `where`, is this tokenizer."""
+    if recorded["sha256"] != tokenizer.sha256:
+        raise UserError(
+            f"{where}: made with tokenizer {recorded['name']} {recorded['sha256'][:12]}, but the"
+            f" text is in {tokenizer.name} {tokenizer.sha256[:12]}; both must be the same"
+        )
 
 
 def vocab_bpe() -> bytes:

@@ -27,13 +27,12 @@ from nanorove.config import config_from_dict
 from nanorove.distributed import DistInfo
 from nanorove.errors import UserError
 from nanorove.files import sha256_file, write_text_atomic
-from nanorove.hf import from_hf_config, load_hf
+from nanorove.hf import RUN_JSON, from_hf_config, load_hf
 from nanorove.results import read_json
 from nanorove.runlog import git_state, versions
 from nanorove.scoring import MAX_TOKENS, Scored, Span, batches, score
 
 SCHEMA = 1
-RUN_JSON = "nanorove_run.json"  # export_hf's note of the run
 
 # a model of HuggingFace's does not say which tokenizer it has; data/tokenizer.py has this one
 GPT2_TOKENIZER = {

@@ -19,6 +19,7 @@ from model import GPT, GPTConfig
 from nanorove.errors import UserError
 
 PREFIX = "model."  # of our names in NanoRoVEForCausalLM
+RUN_JSON = "nanorove_run.json"  # in an exported folder: what makes a run of it again
 REMOTE_CODE = Path(__file__).parent / "remote_code" / "modeling_nanorove.py"
 
 # what HuggingFace's GPT-2 can do otherwise, and we do not

@@ -20,6 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from data.loader import ValLoader
+from data.shards import MANIFEST, load_manifest
+from data.tokenizer import check_tokenizer, recorded_tokenizer
 from model import GPT, CausalSelfAttention, rotary_table
 from nanorove import circuits
 from nanorove.checkpoint import load_model, resolve_step_dir
@@ -28,7 +30,6 @@ from nanorove.figures import COLORS, STYLE
 from nanorove.files import write_text_atomic
 from nanorove.results import POS_EMB
 from nanorove.scoring import token_nll
-from scripts.eval_perplexity import common_tokenizer
 
 SEQUENCES = 8  # of validation text that the attention is averaged over
 PICTURE = 6  # tokens in the picture of a mixer
@@ -80,7 +81,8 @@ def analyse(run: Path, args: Args) -> tuple[dict[str, Any], dict[str, Any]]:
     if not PICTURE <= args.mixer_tokens <= T:
         raise UserError(f"--mixer-tokens ({args.mixer_tokens}): from {PICTURE} to {T}")
     data_dir = args.data or Path(meta["config"]["data"]["dir"])
-    common_tokenizer(data_dir, step_dir, meta)  # else its ids mean other tokens to the model
+    of_data = recorded_tokenizer(load_manifest(data_dir)["tokenizer"], data_dir / MANIFEST)
+    check_tokenizer(of_data, meta["data"]["tokenizer"], step_dir)  # else its ids mean other tokens
     loader = ValLoader(
         data_dir, block_size=T, micro_batch_size=SEQUENCES, val_tokens=args.val_tokens
     )

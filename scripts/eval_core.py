@@ -21,7 +21,7 @@ import yaml
 from tqdm import tqdm
 
 from data.download import fetch
-from data.tokenizer import Tokenizer, get_tokenizer
+from data.tokenizer import Tokenizer, recorded_tokenizer
 from model import GPT
 from nanorove import core_tasks
 from nanorove.core_tasks import MAX_LENGTH, TASKS, Outcome, Task, name_of
@@ -30,7 +30,6 @@ from nanorove.errors import UserError, run_cli
 from nanorove.evaluation import Subject, finish, header, open_subject, score_all
 from nanorove.files import sha256_file
 from nanorove.scoring import Span
-from scripts.eval_perplexity import check_tokenizer
 
 # the address in nanochat's scripts/base_eval.py; it publishes no hash, this is what others found
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -85,8 +84,7 @@ def main(args: Args) -> dict[str, Any]:
             f"--max-length {args.max_length}: learned positions end at {config.block_size} tokens;"
             f" evaluate {args.run} with --max-length {config.block_size}"
         )
-    tokenizer = get_tokenizer(subject.tokenizer["name"])
-    check_tokenizer(tokenizer, subject.tokenizer, str(subject.path))
+    tokenizer = recorded_tokenizer(subject.tokenizer, subject.path)
 
     path = args.bundle or info.from_rank0(public_bundle)
     bundle = open_bundle(path)

@@ -22,14 +22,13 @@ import numpy as np
 import torch
 import tyro
 
-from data.tokenizer import EOT_TEXT, Tokenizer, get_tokenizer
+from data.tokenizer import EOT_TEXT, Tokenizer, recorded_tokenizer
 from model import GPT
 from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
 from nanorove.evaluation import finish, header, open_subject, resumable, score_all
 from nanorove.sampling import TextStream, generate
 from nanorove.scoring import Scored, Span
-from scripts.eval_perplexity import check_tokenizer
 
 VERSION = "0.4.13"  # of the harness
 MAX_GEN_TOKS = 256  # the harness's default
@@ -71,8 +70,7 @@ def main(args: Args) -> dict[str, Any] | None:
     evaluator = import_harness()
     subject = open_subject(args.run)
     out = args.out or subject.result_path("harness_" + "_".join(names))
-    tokenizer = get_tokenizer(subject.tokenizer["name"])
-    check_tokenizer(tokenizer, subject.tokenizer, str(args.run))
+    tokenizer = recorded_tokenizer(subject.tokenizer, args.run)
     tasks, manager = load_tasks(names, args.include_path)
 
     info = init_distributed()

@@ -21,13 +21,14 @@ import tyro
 
 from data.shards import MANIFEST, load_manifest, read_shard, shard_paths
 from data.text import file_units, find_files, read_file
-from data.tokenizer import Tokenizer, get_tokenizer
+from data.tokenizer import Tokenizer, check_tokenizer, recorded_tokenizer
 from model import GPTConfig
 from nanorove import stats
 from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
-from nanorove.evaluation import RUN_JSON, Subject, finish, header, open_subject, resumable
+from nanorove.evaluation import Subject, finish, header, open_subject, resumable
 from nanorove.files import sha256_file
+from nanorove.hf import RUN_JSON
 from nanorove.results import read_json
 from nanorove.scoring import Span, batches, score
 
@@ -81,8 +82,7 @@ def main(args: Args) -> dict[str, Any]:
     packed = args.text == "packed_stream"
     out = args.out or subject.result_path("perplexity_packed" if packed else "perplexity")
 
-    tokenizer = get_tokenizer(subject.tokenizer["name"])
-    check_tokenizer(tokenizer, subject.tokenizer, f"{subject.path}")
+    tokenizer = recorded_tokenizer(subject.tokenizer, subject.path)
     tokens, where, data = read_tokens(args.data, subject, tokenizer)
     choose = pack if packed else long_documents
     segments, text = choose(tokens, tokenizer.eot, lengths, args.documents, where)
@@ -515,24 +515,6 @@ def protocol(packed: bool, L: int, K: int, stride: int) -> dict[str, str]:
 
 # -----------------------------------------------------------------------------
 # identities
-
-
-def common_tokenizer(data_dir: Path, step_dir: Path, meta: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a data folder. Raises UserError if it is not that of the model as well."""
-    recorded = load_manifest(data_dir)["tokenizer"]
-    tokenizer = get_tokenizer(recorded["name"])
-    check_tokenizer(tokenizer, recorded, f"{data_dir}/{MANIFEST}")
-    check_tokenizer(tokenizer, meta["data"]["tokenizer"], f"{step_dir}")
-    return tokenizer
-
-
-def check_tokenizer(tokenizer: Tokenizer, recorded: dict[str, Any], where: str) -> None:
-    """Raise UserError unless `recorded`, which was found in `where`, is this tokenizer."""
-    if recorded["sha256"] != tokenizer.sha256:
-        raise UserError(
-            f"{where}: made with tokenizer {recorded['name']} {recorded['sha256'][:12]}, but the"
-            f" text is in {tokenizer.name} {tokenizer.sha256[:12]}; give --data the model's own"
-        )
 
 
 def checked_sha256(path: Path, manifest: dict[str, Any]) -> str:

@@ -27,10 +27,8 @@ from model import GPT, GPTConfig
 from nanorove.checkpoint import load_model, resolve_step_dir
 from nanorove.errors import UserError, run_cli
 from nanorove.files import sha256_file
-from nanorove.hf import code_files, to_hf_config, to_hf_state
+from nanorove.hf import RUN_JSON, code_files, to_hf_config, to_hf_state
 from nanorove.results import POS_EMB, read_json, yarn_words
-
-RUN_JSON = "nanorove_run.json"  # what import_hf needs to make a run of it again
 
 
 @dataclass(frozen=True)

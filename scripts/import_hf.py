@@ -19,10 +19,9 @@ from nanorove.checkpoint import save_checkpoint
 from nanorove.config import Config, config_from_dict, config_to_toml, load_config_file
 from nanorove.errors import UserError, run_cli
 from nanorove.files import write_text_atomic
-from nanorove.hf import load_hf
+from nanorove.hf import RUN_JSON, load_hf
 from nanorove.results import read_json
 from nanorove.runlog import git_state, versions
-from scripts.export_hf import RUN_JSON
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig
-from nanorove import evaluation
 from nanorove.checkpoint import load_model
 from nanorove.distributed import DistInfo
 from nanorove.errors import UserError
@@ -106,7 +105,6 @@ def test_huggingfaces_gpt2_has_gpt2s_tokenizer(tmp_path):
 
 
 def test_an_exported_folder_remembers_its_run(tmp_path, monkeypatch):
-    assert evaluation.RUN_JSON == export_hf.RUN_JSON
     run = save_run(tmp_path / "run", "rove")
     export(monkeypatch, run, tmp_path / "plain")
     export(monkeypatch, run, tmp_path / "yarn", "--yarn-factor", "4")
