@@ -16,11 +16,14 @@ C = n_embd, nh = n_head, hs = C / nh the head size, V the vocabulary.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 try:
     from flash_attn import flash_attn_func  # optional: requirements-flash.txt
@@ -32,7 +35,7 @@ AttnBackend = Literal["eager", "sdpa", "flash"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What is computed. How it is computed (attention backend, table length) is GPT's argument."""
+    """What is computed. How it is computed (attention backend, checkpointing) is GPT's argument."""
 
     vocab_size: int = 50257
     """The real vocabulary; the embedding is padded to a multiple of 64 inside."""
@@ -89,7 +92,7 @@ class GPTConfig:
 # rotary positions and YaRN
 
 
-def rotary_inv_freq(config: GPTConfig) -> torch.Tensor:
+def rotary_inv_freq(config: GPTConfig) -> Tensor:
     """Angle per position of each pair: (hs/2,) float64, radians per token.
 
     Plain RoPE: theta_i = base^(-2i/hs). YaRN (arXiv 2309.00071, "NTK by parts", in the form of the
@@ -115,7 +118,7 @@ def rotary_inv_freq(config: GPTConfig) -> torch.Tensor:
     return theta * (1 - ramp) + theta / factor * ramp
 
 
-def rotary_table(config: GPTConfig, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_table(config: GPTConfig, max_len: int) -> tuple[Tensor, Tensor]:
     """(cos, sin) of position * theta, each (max_len, hs/2) float64.
 
     Always on the CPU and in float64: half-precision angles are wrong by whole turns at 1024 tokens,
@@ -137,11 +140,11 @@ def softmax_scale(config: GPTConfig) -> float:
     return m * m / math.sqrt(config.head_dim)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + hs/2]) by +theta; -sin rotates back. Keeps x's dtype.
 
-    x: (..., T, hs); cos, sin: (T, hs/2). The product takes the wider of the two dtypes, so bf16
-    activations are rotated in fp32.
+    x: (..., hs); cos, sin: (..., hs/2), broadcast. The product takes the wider of the two dtypes,
+    so bf16 activations are rotated in fp32.
     """
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
@@ -151,9 +154,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 # attention
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, backend: AttnBackend
-) -> torch.Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, backend: AttnBackend) -> Tensor:
     """Causal softmax attention: q (B, nh, T, hs), k and v (B, nh, S, hs) -> (B, nh, T, hs).
 
     The T queries are the last of the S tokens: query t sees the keys up to S - T + t.
@@ -176,7 +177,7 @@ def attention(
     return weights.type_as(v) @ v
 
 
-def causal_mask(T: int, S: int, device: torch.device) -> torch.Tensor:
+def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
     """(T, S) bool, True where query t may look at key s: s <= S - T + t."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
 
@@ -201,9 +202,7 @@ class KVCache:
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.pos = 0  # tokens in the cache; GPT.hidden moves it on when all layers are done
 
-    def append(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v (B, nh, T, hs) behind the `pos` tokens of this layer; give back all of them.
 
         Raises ValueError if they do not fit.
@@ -221,34 +220,30 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.n_head = config.n_head
-        self.layer = layer
+        self.n_head, self.layer = config.n_head, layer
         self.rotate_qk = config.rotary
         self.rotate_v = config.pos_emb == "rove"
         self.scale = softmax_scale(config)
         self.attn_backend = attn_backend
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        kv_cache: KVCache | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, kv_cache: KVCache | None = None
+    ) -> Tensor:
         """x: (B, T, C) -> (B, T, C); cos, sin: (T, hs/2) at the positions of these T tokens."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh, T, hs)
         if self.rotate_qk:
+            cos, sin = cos[:, None], sin[:, None]  # (T, 1, hs/2), the same for all heads
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.rotate_v:
-            v = rotate(v, cos, sin)  # R_j v_j, at the key's position j
+            # R_j v_j, at the key's position j; or a copy: a view would keep the old q and k alive
+            v = rotate(v, cos, sin) if self.rotate_v else v.contiguous()
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, nh, T, hs)
         if kv_cache is not None:
             k, v = kv_cache.append(self.layer, k, v)  # (B, nh, S, hs), rotated already
-        y = attention(q, k, v, scale=self.scale, backend=self.attn_backend)
+        y = attention(q, k, v, scale=self.scale, backend=self.attn_backend).transpose(1, 2)
         if self.rotate_v:
             y = rotate(y, cos, -sin)  # R_i^-1, at the query's position i: only j - i is left
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.c_proj(y.reshape(B, T, C))
 
 
 # -----------------------------------------------------------------------------
@@ -261,7 +256,7 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # the tanh form is GPT-2's
 
 
@@ -274,12 +269,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        kv_cache: KVCache | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, kv_cache: KVCache | None = None
+    ) -> Tensor:
         x = x + self.attn(self.ln_1(x), cos, sin, kv_cache)
         x = x + self.mlp(self.ln_2(x))
         return x
@@ -291,7 +282,10 @@ class GPT(nn.Module):
     config: what is computed. max_len: tokens the rotary table covers (default: config.context);
     a longer evaluation is a GPT of the same config with a larger max_len and the same weights.
     attn_backend: see `attention`. seed: of the initial weights, which are the same for every
-    pos_emb, so that two arms of a comparison start from one point.
+    pos_emb, so that two arms of a comparison start from one point. For a training short of memory:
+    loss_chunk computes the loss for so many tokens at a time (0: all at once), in fp32;
+    activation_checkpointing keeps each block's input alone and computes the rest again in
+    backward; bf16_residual adds the blocks' outputs up in bf16 (under autocast).
 
     Raises ValueError for a backend that is unknown or not installed, and for learned positions
     beyond their table.
@@ -304,22 +298,23 @@ class GPT(nn.Module):
         max_len: int | None = None,
         attn_backend: AttnBackend = "sdpa",
         seed: int = 0,
+        loss_chunk: int = 0,
+        activation_checkpointing: bool = False,
+        bf16_residual: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.max_len = config.context if max_len is None else max_len
+        self.loss_chunk, self.bf16_residual = loss_chunk, bf16_residual
+        self.recompute = activation_checkpointing
         if attn_backend not in get_args(AttnBackend):
             raise ValueError(f"attn_backend ({attn_backend!r}) must be eager, sdpa or flash")
         if attn_backend == "flash" and flash_attn_func is None:
-            raise ValueError(
-                "attn_backend 'flash' needs the package flash-attn"
-                " (pip install -r requirements-flash.txt); 'sdpa' has flash kernels built in"
-            )
+            raise ValueError("attn_backend 'flash' needs the package flash-attn (pip install -r"
+                             " requirements-flash.txt); 'sdpa' has flash built in")  # fmt: skip
         if config.pos_emb == "learned" and self.max_len > config.block_size:
-            raise ValueError(
-                f"learned positions end at block_size ({config.block_size});"
-                f" max_len ({self.max_len}) cannot be longer"
-            )
+            raise ValueError(f"learned positions end at block_size ({config.block_size});"
+                             f" max_len ({self.max_len}) cannot be longer")  # fmt: skip
         self.transformer = nn.ModuleDict(
             dict(
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
@@ -362,7 +357,7 @@ class GPT(nn.Module):
         self._build_rotary_table(self.transformer.wte.weight.device)
         return self
 
-    def hidden(self, idx: torch.Tensor, kv_cache: KVCache | None = None) -> torch.Tensor:
+    def hidden(self, idx: Tensor, kv_cache: KVCache | None = None) -> Tensor:
         """Token ids (B, T) -> what the head sees (B, T, C), after ln_f.
 
         With a cache the tokens stand behind those in it. Raises ValueError beyond max_len.
@@ -378,25 +373,30 @@ class GPT(nn.Module):
             cos, sin = self.cos[start:end], self.sin[start:end]  # (T, hs/2)
         elif self.config.pos_emb == "learned":
             x = x + self.transformer.wpe(torch.arange(start, end, device=idx.device))
+        x = x.bfloat16() if self.bf16_residual else x
         for block in self.transformer.h:
-            x = block(x, cos, sin, kv_cache)
+            run = partial(checkpoint, block, use_reentrant=False) if self.recompute else block
+            x = run(x, cos, sin, kv_cache)
         if kv_cache is not None:
             kv_cache.pos = end
         return self.transformer.ln_f(x)
 
-    def head(self, x: torch.Tensor) -> torch.Tensor:
+    def head(self, x: Tensor) -> Tensor:
         """(..., C) -> logits (..., V) over the real vocabulary: the padding is cut off here, so
         loss, sampling and ln V never see it."""
         return F.linear(x, self.transformer.wte.weight)[..., : self.config.vocab_size]
 
     def forward(
-        self,
-        idx: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        kv_cache: KVCache | None = None,
-    ) -> torch.Tensor:
+        self, idx: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None
+    ) -> Tensor:
         """idx (B, T) int64 -> logits (B, T, V); with targets (B, T) the mean loss in nats, fp32."""
-        logits = self.head(self.hidden(idx, kv_cache))
+        hidden = self.hidden(idx, kv_cache)
+        if targets is not None and self.loss_chunk:
+            hidden = hidden.flatten(0, 1).float()  # with bf16 the loss itself would be bf16
+            weight = self.transformer.wte.weight[: self.config.vocab_size].float()
+            options = nn.LinearCrossEntropyOptions(True, self.loss_chunk)
+            return F.linear_cross_entropy(hidden, weight, targets.flatten(), options=options)
+        logits = self.head(hidden)
         if targets is None:
             return logits
         # the log-sum-exp in fp32 even when the logits come in bf16

@@ -30,8 +30,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from data.loader import TrainLoader, ValLoader
 from data.shards import MANIFEST, load_manifest
+from data.tokenizer import recorded_tokenizer
 from model import GPT
-from nanorove import checkpoint
+from nanorove import checkpoint, hellaswag
 from nanorove.batches import Prefetcher
 from nanorove.config import Config, config_differences, config_from_dict, load_config
 from nanorove.distributed import init_distributed, shutdown_distributed
@@ -113,6 +114,7 @@ def run_training(
     accum_steps = grad_accum_steps(config, info.world_size)
     if train.attn_backend == "flash" and info.device.type != "cuda":
         raise UserError("train.attn_backend flash runs on CUDA GPUs only; use sdpa or eager")
+    at_the_end.enter_context(info.attention_kernels())
 
     # data
     tokenizer = load_manifest(config.data.dir)["tokenizer"]
@@ -123,6 +125,10 @@ def run_training(
             f"{config.data.dir} was made with tokenizer {tokenizer['name']}, so model.vocab_size"
             f" must be {tokenizer['vocab_size']}, not {config.model.vocab_size}"
         )
+    questions = []
+    if train.hellaswag_interval:
+        encode = recorded_tokenizer(tokenizer, config.data.dir).encode
+        questions = hellaswag.read_items(hellaswag.PATH, encode)
     share = dict(rank=info.rank, world_size=info.world_size)
     share |= dict(block_size=context, micro_batch_size=train.micro_batch_size)
     sequences = train.total_batch_size // context
@@ -133,7 +139,14 @@ def run_training(
 
     # model: built on the CPU, so that the initial weights do not depend on the device
     try:
-        raw_model = GPT(config.model, attn_backend=train.attn_backend, seed=config.seed)
+        raw_model = GPT(
+            config.model,
+            attn_backend=train.attn_backend,
+            seed=config.seed,
+            loss_chunk=train.loss_chunk,
+            activation_checkpointing=train.activation_checkpointing,
+            bf16_residual=train.residual == "bf16",
+        )
     except ValueError as error:
         raise UserError(str(error)) from None
     info.from_rank0(lambda: lock_run(config.run_dir, at_the_end))
@@ -142,7 +155,7 @@ def run_training(
     if step_dir is not None:
         meta |= checkpoint.read_meta(step_dir)
         changed = check_same_run(config, meta, data, info.rank)
-        if meta["best_step"] and changed & {"train.val_tokens", "train.dtype"}:
+        if meta["best_step"] and changed & {"train.val_tokens", "train.dtype", "train.residual"}:
             meta |= {"best_val_loss": None, "best_step": None}
             info.print0("resume: val/loss is measured in another way now, so best begins anew")
         checkpoint.load_weights(raw_model, step_dir)
@@ -200,7 +213,7 @@ def run_training(
 
         return info.from_rank0(write)
 
-    batches = Prefetcher(train_data.batch, info, start_step, train.max_steps, accum_steps)
+    batches = Prefetcher(train_data.rows, info, start_step, train.max_steps, accum_steps)
     at_the_end.callback(batches.close)
     bad_steps, stopping = BadSteps(meta.get("skipped_steps", 0)), False
     train_loss, clock, clock_step = float("nan"), time.perf_counter(), start_step
@@ -219,10 +232,15 @@ def run_training(
             saved = save(step)  # before the evaluation: a recovery point must not wait for it
         if evaluate_now:
             val_loss, by_position = evaluate_loss(raw_model, val_data, info)
+            accuracy = {}
+            if questions and (last_step or step % train.hellaswag_interval == 0):
+                accuracy = hellaswag.evaluate_hellaswag(raw_model, questions, info)
             if log:
                 log.write({"step": step, "tokens": step * train.total_batch_size,
-                           "val/loss": val_loss, "val/loss_by_position": by_position})  # fmt: skip
-            info.print0(f"step {step:6d} | val loss {val_loss:.4f}")
+                           "val/loss": val_loss, "val/loss_by_position": by_position}
+                          | accuracy)  # fmt: skip
+            shown = "".join(f" | {name} {value:.4f}" for name, value in accuracy.items())
+            info.print0(f"step {step:6d} | val loss {val_loss:.4f}{shown}")
             if step > 0 and val_loss < (float("inf") if best_val_loss is None else best_val_loss):
                 best_val_loss, best_step = val_loss, step
                 saved = saved or save(step)
@@ -279,22 +297,15 @@ def run_training(
             tokens_per_s = train.total_batch_size / step_s
             mfu = mfu_pct(config, tokens_per_s, facts["device"], info.world_size)
             if log:
-                log.write(
-                    {
-                        "step": done,
-                        "tokens": done * train.total_batch_size,
-                        "epoch": train_data.epoch(done),
-                        "train/loss": train_loss,
-                        "train/grad_norm": norm,
-                        "train/lr": lr,
-                        "train/skipped_steps": bad_steps.total,
-                        "perf/tokens_per_s": tokens_per_s,
-                        "perf/step_ms": 1000 * step_s,
-                        "perf/data_wait_ms": 1000 * batches.wait_s / (done - clock_step),
-                        "perf/mfu_pct": mfu,
-                        "mem/peak_gib": peak_memory_gib(info.device),
-                    }
-                )
+                log.write({
+                    "step": done, "tokens": done * train.total_batch_size,
+                    "epoch": train_data.epoch(done), "train/loss": train_loss,
+                    "train/grad_norm": norm, "train/lr": lr,
+                    "train/skipped_steps": bad_steps.total,
+                    "perf/tokens_per_s": tokens_per_s, "perf/step_ms": 1000 * step_s,
+                    "perf/data_wait_ms": 1000 * batches.wait_s / (done - clock_step),
+                    "perf/mfu_pct": mfu, "mem/peak_gib": peak_memory_gib(info.device),
+                })  # fmt: skip
             info.print0(
                 f"step {done:6d}/{train.max_steps} | loss {train_loss:.4f} | norm {norm:.3f}"
                 f" | lr {lr:.2e} | {tokens_per_s:,.0f} tok/s | {1000 * step_s:.0f} ms | mfu"

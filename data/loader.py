@@ -107,12 +107,16 @@ class TrainLoader:
 
     def batch(self, step: int, micro_step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's inputs and targets, each (micro_batch_size, block_size) int64, on the CPU."""
+        return _tensors(self.rows(step, micro_step))
+
+    def rows(self, step: int, micro_step: int) -> np.ndarray:
+        """The same as windows: (micro_batch_size, block_size + 1) uint16."""
         place = (micro_step * self.world_size + self.rank) * self.micro_batch_size
         sequences = step * self.sequences_per_step + place + np.arange(self.micro_batch_size)
         rows = np.empty((self.micro_batch_size, self.block_size + 1), dtype=np.uint16)
         for row, sequence in zip(rows, sequences.tolist(), strict=True):
             row[:] = self._window(sequence)  # a copy, so that a shard can go when it is used up
-        return _tensors(rows)
+        return rows
 
     def _window(self, sequence: int) -> np.ndarray:
         """The window that is sequence number `sequence` of the training: (T + 1,) uint16."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 
 from nanorove.distributed import DistInfo
@@ -12,21 +13,22 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Prefetcher:
-    """Gives batch(step, micro_step) of the loader, on the device, and prepares the next one.
+    """Puts rows(step, micro_step) of the loader on the device, and prepares the next ones.
 
-    The thread's copy into pinned memory and the transfer overlap with the computation; nothing in
-    here waits for the GPU. `wait_s` adds up how long the training waited for data.
+    rows: (B, T + 1) uint16; y is x one token later, so one row holds both. The thread's copy into
+    pinned memory and the transfer overlap with the computation; nothing in here waits for the GPU.
+    `wait_s` adds up how long the training waited for data.
     """
 
     def __init__(
         self,
-        batch: Callable[[int, int], Batch],
+        rows: Callable[[int, int], np.ndarray],
         info: DistInfo,
         start_step: int,
         end_step: int,
         accum_steps: int,
     ) -> None:
-        self.batch, self.info = batch, info
+        self.rows, self.info = rows, info
         self.places = ((s, m) for s in range(start_step, end_step) for m in range(accum_steps))
         self.pool = ThreadPoolExecutor(1, "next-batch", self._start_thread)
         self.wait_s = 0.0
@@ -41,9 +43,7 @@ class Prefetcher:
         self.ahead = None if place is None else (place, self.pool.submit(self._make, *place))
 
     def _make(self, step: int, micro_step: int) -> torch.Tensor:
-        """(B, T + 1) uint16: y is x one token later, so one row holds both."""
-        x, y = self.batch(step, micro_step)
-        tokens = torch.cat((x, y[:, -1:]), dim=1).to(torch.uint16)
+        tokens = torch.from_numpy(self.rows(step, micro_step))
         return tokens.pin_memory() if self.info.pin_memory else tokens
 
     def get(self, step: int, micro_step: int) -> Batch:

@@ -68,6 +68,14 @@ class TrainConfig:
     """Of the matrix products: bf16 autocast or plain fp32. Weights and optimizer are fp32."""
     deterministic: tyro.conf.FlagConversionOff[bool] = False
     """True or False: the same bits each time on a GPU as well, slower. A CPU does so anyway."""
+    residual: Literal["fp32", "bf16"] = "fp32"
+    """Of the residual stream that the blocks add to; bf16 only with dtype bf16."""
+    loss_chunk: int = 0
+    """Tokens whose logits exist at the same time, in fp32; 0: those of a whole micro batch."""
+    activation_checkpointing: tyro.conf.FlagConversionOff[bool] = False
+    """True or False: keep the input of each block alone, compute the rest again in backward."""
+    hellaswag_interval: int = 0
+    """Steps between two evaluations of HellaSwag, a multiple of eval_interval; 0: none."""
 
     def __post_init__(self) -> None:
         for name in ("total_batch_size", "micro_batch_size", "max_steps", "eval_interval",
@@ -75,6 +83,16 @@ class TrainConfig:
                      "log_interval"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        for name in ("loss_chunk", "hellaswag_interval"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0 (0 is off)")
+        if self.hellaswag_interval % self.eval_interval:
+            raise ValueError(
+                f"hellaswag_interval ({self.hellaswag_interval}) must be a multiple of"
+                f" eval_interval ({self.eval_interval})"
+            )
+        if self.residual == "bf16" and self.dtype != "bf16":
+            raise ValueError(f"residual (bf16) needs dtype bf16, not {self.dtype}")
         for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} ({getattr(self, name)}) must be a finite number")

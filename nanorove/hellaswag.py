@@ -54,7 +54,10 @@ def read_items(
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; name HellaSwag's validation file") from None
+        get = f"curl -Lo {path} --create-dirs {URL}"
+        raise UserError(
+            f"{path}: {error.strerror}; HellaSwag's questions come with: {get}"
+        ) from None
     for number, line in enumerate(content.splitlines(), 1):
         if limit is not None and len(items) == limit:
             break

@@ -62,29 +62,37 @@ def memory_parts(config: Config) -> dict[str, int]:
     """Bytes on one device during a training step, by what takes them.
 
     Activations are what autograd keeps, in numbers per token, channel and block: the input and the
-    sum in the middle (the residual stream, fp32), then in `dtype` two norms' outputs, MLP 8,
-    attention 4 with learned positions, 7 with RoPE (its values pin the whole qkv projection), 5
-    with RoVE. Counted on a CPU; a test does it again.
+    sum in the middle (the residual stream), then in `dtype` two norms' outputs, MLP 8, attention 4,
+    or 5 with RoVE. With activation checkpointing they are the input of each block, and one block
+    that is being computed again. Counted on a CPU; a test does it again.
     """
     model, train = config.model, config.train
     n, half = num_params(model), 2 if train.dtype == "bf16" else 4
     tokens = train.micro_batch_size * model.context
-    attention = {"learned": 4, "none": 4, "rope": 7, "rove": 5}[model.pos_emb]
-    block = 2 * 4 * model.n_embd
+    attention = 5 if model.pos_emb == "rove" else 4
+    stream = model.n_embd * (2 if train.residual == "bf16" else 4)
+    block = 2 * stream
     if train.attn_backend == "eager":  # the softmax, (B, nh, T, T), in fp32 and in bf16
         attention = 4
         block += model.n_head * model.context * (4 if half == 4 else 6)
     block += (attention + 2 + 8) * model.n_embd * half
+    blocks = model.n_layer * block
+    if train.activation_checkpointing:
+        blocks = model.n_layer * stream + block
     # compiled: the logits once and the softmax's gradient in place; eager: logits, fp32 copy,
     # log-softmax, gradient
     logit_bytes = 4 if train.compile else half + 4 + 4 + (half if half == 2 else 0)
+    logits = tokens * model.padded_vocab_size * logit_bytes
+    if train.loss_chunk:  # torch's linear_cross_entropy: also the gradients of its inputs, twice
+        logits = 4 * min(train.loss_chunk, tokens) * model.padded_vocab_size
+        logits += 2 * 4 * (tokens + model.padded_vocab_size) * model.n_embd
     return {
         "weights (fp32)": 4 * n,
         "gradients (fp32)": 4 * n,
         "AdamW's two moments (fp32)": 8 * n,
         "weights in bf16 for autocast": 2 * n if train.dtype == "bf16" else 0,
-        "activations": tokens * model.n_layer * block,
-        "logits and their gradient": tokens * model.padded_vocab_size * logit_bytes,
+        "activations": tokens * blocks,
+        "logits and their gradient": logits,
     }
 
 
@@ -135,7 +143,11 @@ def out_of_room(error: Exception, config: Config) -> UserError | None:
     smaller = [
         b for b in micro_batch_sizes(config, int(os.environ.get("WORLD_SIZE", 1))) if b < size
     ]
-    fix = f"use --train.micro_batch_size {smaller[-1]}" if smaller else "use a smaller model"
+    fix = "use a smaller model"
+    if smaller:
+        fix = f"use --train.micro_batch_size {smaller[-1]}"
+    elif not config.train.activation_checkpointing:
+        fix = "use --train.activation_checkpointing True"
     return UserError(
         f"out of memory on the {'GPU' if gpu else 'CPU'} with train.micro_batch_size {size} (the"
         f" estimate was {gib(sum(memory_parts(config).values()))}): {fix}; the result is the same"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import tyro
 
@@ -47,17 +48,16 @@ class Check:
     """Folder of report.json and report.md."""
 
 
-def letters(config: Config) -> Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]:
-    """Made-up batches of counted letters, which a model learns in a few steps; seeded."""
+def letters(config: Config) -> Callable[[int, int], np.ndarray]:
+    """Made-up rows of counted letters, which a model learns in a few steps; seeded."""
 
-    def batch(step: int, micro_step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(step: int, micro_step: int) -> np.ndarray:
         rng = torch.Generator().manual_seed(1000 * step + micro_step)
         B, T = config.train.micro_batch_size, config.model.context
         start = torch.randint(0, 16, (B, 1), generator=rng)
-        tokens = 97 + (start + torch.arange(T + 1)) % 16
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return (97 + (start + torch.arange(T + 1)) % 16).to(torch.uint16).numpy()
 
-    return batch
+    return rows
 
 
 def model_of(config: Config, device: torch.device, backend: str = "sdpa") -> GPT:
@@ -66,7 +66,8 @@ def model_of(config: Config, device: torch.device, backend: str = "sdpa") -> GPT
 
 def correctness(config: Config, info: DistInfo) -> list[dict[str, Any]]:
     """Loss and gradient of every mode against eager attention in fp32, uncompiled."""
-    x, y = (t.to(info.device) for t in letters(config)(0, 0))
+    tokens = torch.from_numpy(letters(config)(0, 0)).to(info.device).long()
+    x, y = tokens[:, :-1], tokens[:, 1:]
     backends = ["eager", "sdpa"]
     if info.device.type == "cuda" and importlib.util.find_spec("flash_attn"):
         backends.append("flash")
@@ -223,6 +224,12 @@ def main() -> None:
     if not torch.cuda.is_available() and not args.tiny:
         raise UserError("no CUDA GPU is visible; --tiny runs the same code with toy sizes")
     info = init_distributed("bf16")
+    with info.attention_kernels():  # those of a training
+        check(args, info)
+
+
+def check(args: Check, info: DistInfo) -> None:
+    """All checks; writes the report. Raises UserError if one of them fails."""
     name = torch.cuda.get_device_name() if info.device.type == "cuda" else "cpu"
     configs = Path(__file__).resolve().parent.parent / "configs"
     large = load_config_file(configs / "gpt2_124m_rove.toml")

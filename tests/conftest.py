@@ -13,6 +13,7 @@ import torch
 
 REPO = Path(__file__).resolve().parent.parent
 EOT = 256  # of the byte vocabulary
+BYTES_SHA256 = "26cb7ef7431606290ad68bf7fd74400ad604dd9c4c9ef4d4a5e401dbe0a3714b"
 
 # a different number of threads adds floats in a different order; processes that tests start
 # inherit the one thread, so that their results can be compared with ours bit for bit
@@ -57,6 +58,10 @@ attn_backend = "sdpa"
 schedule = "cosine"
 dtype = "fp32"
 deterministic = false
+residual = "fp32"
+loss_chunk = 0
+activation_checkpointing = false
+hellaswag_interval = 0
 
 [log]
 wandb = "disabled"
@@ -85,7 +90,12 @@ def write_data_dir(
         "version": 1,
         "name": "tiny",
         "source": {"kind": "made by a test"},
-        "tokenizer": {"name": "bytes", "vocab_size": vocab_size, "eot": EOT, "sha256": "0" * 64},
+        "tokenizer": {
+            "name": "bytes",
+            "vocab_size": vocab_size,
+            "eot": EOT,
+            "sha256": BYTES_SHA256,
+        },
         "delimiter": "leading end-of-text",
         "settings": {"shard_tokens": 1000, "limit_tokens": None, "val_tokens": 300},
         "versions": {},

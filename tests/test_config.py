@@ -22,7 +22,8 @@ train.total_batch_size train.micro_batch_size train.max_steps train.warmup_steps
 train.learning_rate train.min_lr train.weight_decay train.beta1 train.beta2 train.grad_clip
 train.eval_interval train.val_tokens train.checkpoint_interval train.keep_checkpoints
 train.log_interval train.compile train.attn_backend train.schedule train.dtype
-train.deterministic
+train.deterministic train.residual train.loss_chunk train.activation_checkpointing
+train.hellaswag_interval
 log.wandb log.project""".split()
 
 
@@ -209,6 +210,13 @@ def test_missing_file_folder_and_broken_toml(tiny_toml, capfd, tmp_path):
         (
             ["--train.deterministic", "True", "--train.attn_backend", "flash"],
             ["attn_backend (flash)", "deterministic (True)"],
+        ),
+        (["--train.residual", "bf16"], ["residual (bf16)", "dtype bf16, not fp32"]),
+        (["--train.loss_chunk=-1"], ["loss_chunk (-1)"]),
+        (["--train.hellaswag_interval=-3"], ["hellaswag_interval (-3)"]),
+        (
+            ["--train.hellaswag_interval", "4"],
+            ["hellaswag_interval (4)", "multiple of eval_interval (3)"],
         ),
         (["--train.max_steps", "0"], ["max_steps (0)"]),
         (["--train.micro_batch_size", "0"], ["micro_batch_size (0)"]),

@@ -15,12 +15,13 @@ NAMES = [
     "demo_rope", "demo_rove",
     "gpt2_124m_learned", "gpt2_124m_rope", "gpt2_124m_rove",
     "gpt2_124m_rope_yarn4k", "gpt2_124m_rove_yarn4k",
+    "gpt2_124m_rope_yarn16k", "gpt2_124m_rove_yarn16k",
     "gpt2_354m_rope", "gpt2_354m_rove",
 ]  # fmt: skip
 PAIRS = [(name, name.replace("rope", "rove")) for name in NAMES if "rope" in name]
 LARGE = [name for name in NAMES if name.startswith("gpt2_")]
-EPOCH = [name for name in LARGE if "yarn4k" not in name]
-YARN = [name for name in LARGE if "yarn4k" in name]
+EPOCH = [name for name in LARGE if "yarn" not in name]
+YARN = [name for name in LARGE if "yarn" in name]
 
 
 def load(name: str) -> Config:
@@ -110,9 +111,10 @@ def test_parameters_of_the_learned_354m():
 
 @pytest.mark.parametrize("name", YARN)
 def test_context_extension(name):
-    config, start = load(name), load(name.removesuffix("_yarn4k"))
-    assert (config.model.block_size, config.model.yarn_factor) == (1024, 4.0)
-    assert config.model.context == 4096  # the length of the windows it trains on
+    config, start = load(name), load(name.split("_yarn")[0])
+    factor = 4 if "4k" in name else 16
+    assert (config.model.block_size, config.model.yarn_factor) == (1024, factor)
+    assert config.model.context == 1024 * factor  # the length of the windows it trains on
     assert config.init_from == f"runs/{start.run_name}"
     assert dataclasses.replace(config.model, yarn_factor=1.0) == start.model
 
@@ -143,4 +145,13 @@ def test_checkpoints_are_evaluated(name):
     """A checkpoint between two evaluations could never become the best one."""
     train = load(name).train
     assert train.checkpoint_interval % train.eval_interval == 0
+    assert (train.hellaswag_interval > 0) == ("gpt2" in name)  # bytes know no HellaSwag
     assert train.val_tokens % load(name).model.context == 0  # the number means what it says
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_only_a_long_context_needs_to_save_memory(name):
+    """Every option is used by a config; what changes the numerics does so in both arms."""
+    train = load(name).train
+    saving = (train.residual, train.loss_chunk, train.activation_checkpointing)
+    assert saving == (("bf16", 2048, True) if "16k" in name else ("fp32", 0, False))

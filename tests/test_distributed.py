@@ -1,10 +1,13 @@
 """Decisions on device and precision, batches on their way, and what torch.compile makes of it."""
 
 import contextlib
+import dataclasses
 import threading
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 import train
 from model import GPT, GPTConfig
@@ -18,8 +21,15 @@ from tests.test_train import curve, hashes, run
 class FakeCuda:
     """Just enough of a GPU for the decisions."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, bf16: bool, count: int = 1) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        bf16: bool,
+        count: int = 1,
+        capability: tuple[int, int] = (8, 0),
+    ) -> None:
         for name, value in {
+            "get_device_capability": lambda device=None: capability,
             "is_available": lambda: True, "device_count": lambda: count,
             "set_device": lambda device: None, "get_device_name": lambda *a: "Fake T4",
             "is_bf16_supported": lambda including_emulation=True: bf16,
@@ -76,6 +86,52 @@ def test_more_processes_than_gpus(monkeypatch):
         init_distributed("bf16")
 
 
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "first"),
+    [
+        ((9, 0), False, SDPBackend.CUDNN_ATTENTION),  # H100, H200, GH200
+        ((9, 0), True, None),  # its backward pass is not deterministic
+        ((8, 0), False, None),  # A100
+        ((10, 0), False, None),  # B200
+    ],
+)
+def test_cudnn_attention_first_on_hopper_alone(monkeypatch, capability, deterministic, first):
+    """transformers#48163: faster than flash on Hopper, slower on A100 and Blackwell."""
+    before = current_order()
+    FakeCuda(monkeypatch, bf16=True, capability=capability)
+    info = init_distributed("bf16", deterministic)
+    with info.attention_kernels():
+        order = current_order()
+        if first is None:
+            assert order == before
+        else:
+            assert order[0] == first and order[1] == SDPBackend.FLASH_ATTENTION
+        # whatever the first one cannot do is done by another one
+        assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+    assert current_order() == before
+
+
+def current_order() -> list[SDPBackend]:
+    return [SDPBackend(i) for i in torch._C._get_sdp_priority_order()]
+
+
+def test_a_gpus_attention_kernels_change_nothing_on_a_cpu(tiny_toml, monkeypatch):
+    """The order of the kernels is a GPU's business: the same bits under it, compiled as well."""
+    hopper = dataclasses.replace(init_distributed(), cudnn_attention=True)
+    model = GPT(GPTConfig(257, 16, 1, 2, 32, "rove"))
+    x = torch.arange(32).view(2, 16)
+    plain = model(x, x)
+    with hopper.attention_kernels():
+        assert torch.equal(model(x, x), plain)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(x, x)
+        torch.testing.assert_close(compiled, plain)
+    run(tiny_toml(), "--run_name", "plain")
+    monkeypatch.setattr(train, "init_distributed", lambda *args: hopper)
+    run("tiny.toml", "--run_name", "hopper")
+    assert hashes("hopper") == hashes("plain")
+
+
 def test_a_slow_rank_0_is_waited_for():
     """A long save must not end in a time-out of the others (spd#536)."""
     assert distributed.TIMEOUT.total_seconds() >= 1800
@@ -95,13 +151,12 @@ def test_batches_come_in_order_from_a_thread_and_end():
     """The numbers of the loader, uint16 on the way; the one after is made meanwhile."""
     made = []
 
-    def batch(step: int, micro_step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(step: int, micro_step: int) -> np.ndarray:
         assert threading.current_thread() is not threading.main_thread()
         made.append((step, micro_step))
-        tokens = torch.tensor([[65535, 50256, step, micro_step], [0, 1, 32768, 5]])
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return np.array([[65535, 50256, step, micro_step], [0, 1, 32768, 5]], dtype=np.uint16)
 
-    batches = Prefetcher(batch, DistInfo(0, 1, torch.device("cpu")), 3, 5, 2)
+    batches = Prefetcher(rows, DistInfo(0, 1, torch.device("cpu")), 3, 5, 2)
     for place in [(3, 0), (3, 1), (4, 0), (4, 1)]:
         x, y = batches.get(*place)
         expected = torch.tensor([[65535, 50256, *place], [0, 1, 32768, 5]])
@@ -113,10 +168,10 @@ def test_batches_come_in_order_from_a_thread_and_end():
 
 
 def test_a_loader_that_fails_is_heard():
-    def batch(step: int, micro_step: int) -> None:
+    def rows(step: int, micro_step: int) -> None:
         raise UserError("shard 7 is shorter than at the start")
 
-    batches = Prefetcher(batch, DistInfo(0, 1, torch.device("cpu")), 0, 1, 1)
+    batches = Prefetcher(rows, DistInfo(0, 1, torch.device("cpu")), 0, 1, 1)
     with pytest.raises(UserError, match="shard 7"):
         batches.get(0, 0)
     batches.close()

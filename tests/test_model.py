@@ -312,6 +312,71 @@ def test_compiles_with_aot_autograd(pos_emb):
     torch._dynamo.reset()
 
 
+# what is kept of a block, and how many logits exist at once, must not change a number
+SAVING = [
+    dict(loss_chunk=7), dict(activation_checkpointing=True),
+    dict(loss_chunk=10**6, activation_checkpointing=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SAVING, ids=str)
+@pytest.mark.parametrize("pos_emb", ["learned", "rope", "rove"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_saving_memory_changes_no_number(pos_emb, how, compiled):
+    torch._dynamo.reset()
+    plain, saving = (reference.randomise(GPT(make(pos_emb), **h)) for h in ({}, how))
+    ids, targets = ids_of(3, 24), ids_of(3, 24, seed=1)
+    plain(ids, targets).backward()
+    # seven does not divide the 72 tokens: the last chunk is a small one
+    run = torch.compile(saving, backend="aot_eager", fullgraph=True) if compiled else saving
+    loss = run(ids, targets)
+    loss.backward()
+    expected = torch.stack([reference.logits(plain.state_dict(), plain.config, row) for row in ids])
+    nll = expected.logsumexp(-1) - expected.gather(-1, targets[..., None])[..., 0]
+    assert loss.item() == pytest.approx(nll.mean().item(), abs=2e-5)
+    for (name, p), q in zip(plain.named_parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert not saving.transformer.wte.weight.grad[70:].any()  # the padding
+    with torch.no_grad():
+        saving.transformer.wte.weight[70:] = 1e3  # and it is in no softmax
+    assert torch.equal(run(ids, targets), loss)
+    with torch.inference_mode():
+        torch.testing.assert_close(saving(ids), plain(ids))
+    torch._dynamo.reset()
+
+
+def test_a_chunked_loss_is_fp32_under_autocast():
+    """In bf16 torch's linear_cross_entropy rounds the loss to 8 bits: 7.21875 for 7.2437."""
+    model = reference.randomise(GPT(make("rove"), loss_chunk=16))
+    ids, targets = ids_of(2, 24), ids_of(2, 24, seed=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, hidden = model(ids, targets), model.hidden(ids)
+    logits = (hidden.double() @ model.transformer.wte.weight[:70].double().T).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, targets.flatten())
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), abs=2e-5)
+
+
+@pytest.mark.parametrize("pos_emb", POS_EMBS)
+def test_a_bf16_residual_stream_is_close_and_the_same_for_all(pos_emb):
+    ids, targets = ids_of(3, 24), ids_of(3, 24, seed=1)
+    gradients, losses, streams = [], [], []
+    for bf16 in (False, True):
+        model = reference.randomise(GPT(make(pos_emb), bf16_residual=bf16), 0.1)
+        model.transformer.h[1].register_forward_pre_hook(lambda m, x: streams.append(x[0].dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, targets)
+        loss.backward()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        assert loss.dtype == torch.float32
+        losses.append(loss.item())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert streams == [torch.float32, torch.bfloat16]
+    # the tolerances of bf16 in scripts/gpu_check.py
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    assert (gradients[1] - gradients[0]).norm() < 5e-2 * gradients[0].norm()
+
+
 def two_steps_under_ddp(rank: int, rendezvous: str, results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)

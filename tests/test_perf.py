@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import train
-from model import GPT
+from model import GPT, CausalSelfAttention, GPTConfig, rotary_table
 from nanorove import perf
 from nanorove.config import Config, load_config, load_config_file
 from nanorove.errors import UserError
+from scripts.bench import peak_bytes
 from tests.conftest import REPO
 from tests.test_train import records, run
 
@@ -68,6 +69,8 @@ def kept_bytes(config: Config, n_layer: int) -> int:
     model = GPT(
         dataclasses.replace(config.model, n_layer=n_layer),
         attn_backend=config.train.attn_backend,
+        activation_checkpointing=config.train.activation_checkpointing,
+        bf16_residual=config.train.residual == "bf16",
     )
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -98,6 +101,91 @@ def test_memory_of_a_block(pos_emb, attn_backend, dtype, within):
     assert kept_bytes(config, 2) - kept_bytes(config, 1) == pytest.approx(
         perf.memory_parts(config)["activations"], rel=within
     )
+
+
+@pytest.mark.parametrize("attn_backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("pos_emb", ["rope", "rove"])
+def test_memory_of_a_block_with_checkpointing_and_a_bf16_stream(pos_emb, attn_backend):
+    """Between the passes a block keeps its input and nothing else; in bf16 that is half."""
+    for residual, width in (("fp32", 4), ("bf16", 2)):
+        config = shipped("demo_rove", micro_batch_size=2, attn_backend=attn_backend, dtype="bf16",
+                         residual=residual, activation_checkpointing=True)  # fmt: skip
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, pos_emb=pos_emb, n_layer=1)
+        )
+        deeper = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layer=2))
+        expected = 2 * 256 * 128 * width  # B T C
+        assert kept_bytes(config, 2) - kept_bytes(config, 1) == expected
+        parts = [perf.memory_parts(c)["activations"] for c in (config, deeper)]
+        assert parts[1] - parts[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "units"), [("learned", 5), ("none", 5), ("rope", 5), ("rove", 6)]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_an_attention_block_keeps(pos_emb, units, dtype):
+    """In U = B T C numbers: its input, q, k, v, their output, and with RoVE the output before it is
+    turned back. Values that stay a view of the whole projection would make it 7 with RoPE."""
+    B, T, C = 2, 128, 128
+    config = GPTConfig(257, T, 1, 4, C, pos_emb)
+    block = CausalSelfAttention(config, 0, "sdpa")
+    cos, sin = (t.float() for t in rotary_table(config, T))
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(B, T, C, dtype=torch.bfloat16 if dtype == "bf16" else None, requires_grad=True)
+    block.to(x.dtype)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = block(x, cos, sin)
+    assert y.requires_grad
+    ours = {t.untyped_storage().data_ptr() for t in (*block.parameters(), cos, sin)}
+    bytes_kept = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in ours)
+    # besides: a log-sum-exp for each row and head, and a table with the other sign
+    assert bytes_kept / (B * T * C * x.element_size()) == pytest.approx(units, abs=0.25)
+
+
+def peak_of_a_step(T: int, **how: object) -> int:
+    """Bytes at the peak of one forward and backward pass over 1 x T tokens, weights apart."""
+    model = GPT(GPTConfig(2048, 64, 3, 2, 32, "rove", yarn_factor=T / 64), **how)
+    ids = torch.zeros(1, T, dtype=torch.long)
+
+    def step() -> None:
+        model.zero_grad()
+        model(ids, ids).backward()
+
+    step()  # what is allocated once
+    return peak_bytes(step)
+
+
+def test_memory_is_linear_in_the_context():
+    """Twice the tokens, twice the memory, and far below what a plain step takes."""
+    lengths = (512, 1024, 2048)
+    saving = [peak_of_a_step(T, loss_chunk=64, activation_checkpointing=True) for T in lengths]
+    slopes = [(b - a) / (m - n) for a, b, n, m in zip(saving, saving[1:], lengths, lengths[1:])]  # noqa: B905
+    assert slopes[1] == pytest.approx(slopes[0], rel=0.1), saving
+    assert slopes[1] < 0.2 * peak_of_a_step(2048) / 2048
+    # without the chunks the logits of every token would be there
+    assert saving[-1] < 0.5 * 4 * 2048 * 2048
+
+
+@pytest.mark.parametrize("chunk", [256, 1024])
+def test_memory_of_the_chunked_loss(chunk):
+    """The planner's part against what torch allocates."""
+    C, V, T = 128, 8192, 4096
+    model = GPT(GPTConfig(V, T, 1, 2, C, "none"), loss_chunk=chunk)
+    hidden = torch.randn(1, T, C, requires_grad=True)
+    model.hidden = lambda idx, kv_cache=None: hidden
+    ids = torch.zeros(1, T, dtype=torch.long)
+    loss = model(ids, ids)
+    loss.backward()
+    config = shipped("demo_rove", micro_batch_size=1, loss_chunk=chunk)
+    config = dataclasses.replace(config, model=model.config)
+    part = perf.memory_parts(config)["logits and their gradient"]
+    assert peak_bytes(lambda: model(ids, ids).backward()) == pytest.approx(part, rel=0.2)
 
 
 def test_memory_of_weights_and_optimizer():

@@ -356,7 +356,7 @@ def values_not_rotated(call, x, cos, sin):
 def inverse_from_position_zero(call, x, cos, sin):
     if call == "output":  # right for the whole sequence at once, wrong behind a cache
         config = head_config(x.size(-1), block_size=32)
-        cos, sin = rotary_table(config, x.size(-2))
+        cos, sin = (t[:, None] for t in rotary_table(config, x.size(1)))  # (T, 1, hs/2)
         sin = -sin
     return rotate(x, cos, sin)
 

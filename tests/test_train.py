@@ -91,7 +91,7 @@ def dies(where: str, at: int):
             patch.setattr(owner, name, dying)
 
         if where == "step":
-            wrap(train.TrainLoader, "batch", lambda self, step, micro: step == at and micro == 1)
+            wrap(train.TrainLoader, "rows", lambda self, step, micro: step == at and micro == 1)
         else:
             owner, name = {
                 "evaluation": (train, "evaluate_loss"),
@@ -228,20 +228,20 @@ def test_record_of_a_run(tiny_toml, capfd):
 def spy_on_start(monkeypatch, batches: list | None = None) -> list[dict]:
     """Collects the weights that a training starts from (and the batches it takes)."""
     starts = []
-    make_optimizer, batch = train.make_optimizer, train.TrainLoader.batch
+    make_optimizer, rows = train.make_optimizer, train.TrainLoader.rows
 
     def spy(model: GPT, config: object) -> torch.optim.Optimizer:
         starts.append({k: p.clone() for k, p in model.state_dict().items()})
         return make_optimizer(model, config)
 
-    def spy_batch(self, step: int, micro_step: int) -> tuple:
-        x, y = batch(self, step, micro_step)
+    def spy_rows(self, step: int, micro_step: int) -> np.ndarray:
+        found = rows(self, step, micro_step)
         if batches is not None:
-            batches.append((step, micro_step, x.tolist(), y.tolist()))
-        return x, y
+            batches.append((step, micro_step, found.tolist()))
+        return found
 
     monkeypatch.setattr(train, "make_optimizer", spy)
-    monkeypatch.setattr(train.TrainLoader, "batch", spy_batch)
+    monkeypatch.setattr(train.TrainLoader, "rows", spy_rows)
     return starts
 
 
@@ -556,7 +556,7 @@ def test_init_from_extends_the_context(tiny_toml, monkeypatch):
     )
     (start,) = starts
     assert all(torch.equal(start[k], p) for k, p in weights("short").items())
-    assert {len(row) for _, _, x, y in batches for row in x + y} == {32}
+    assert {len(row) for _, _, rows in batches for row in rows} == {32 + 1}
     assert len(batches) == 6  # 64 tokens are 2 windows of 32: one micro-step
     assert list(curve("long", "train/loss")) == [1, 2, 3, 4, 5, 6]  # from its own step 0
     assert curve("long", "train/lr")[1] == pytest.approx(0.005)
@@ -795,3 +795,68 @@ def test_same_bits_in_another_process(tiny_toml):
     assert done.returncode == 0, done.stderr
     assert hashes("here", 50) == hashes("there", 50)
     assert comparable("here") == comparable("there")
+
+
+# -----------------------------------------------------------------------------
+# settings that save memory, and HellaSwag on the way
+
+
+def test_saving_memory_trains_the_same(tiny_toml):
+    run(tiny_toml(), "--run_name", "plain")
+    run("tiny.toml", "--run_name", "again", "--train.activation_checkpointing", "True")
+    assert hashes("again") == hashes("plain")
+    run("tiny.toml", "--run_name", "chunks", "--train.loss_chunk", "5")
+    for key in ("train/loss", "train/grad_norm", "val/loss"):
+        assert curve("chunks", key) == pytest.approx(curve("plain", key), abs=1e-4)
+    run("tiny.toml", "--run_name", "bf16", "--train.dtype", "bf16")
+    run("tiny.toml", "--run_name", "stream", "--train.dtype", "bf16", "--train.residual", "bf16")
+    assert hashes("stream") != hashes("bf16")
+    assert curve("stream", "val/loss") == pytest.approx(curve("bf16", "val/loss"), abs=0.05)
+
+
+def test_a_run_from_before_these_settings_goes_on(tiny_toml, capfd):
+    """A checkpoint whose config has none of the keys: they are off, and resuming says nothing."""
+    run(tiny_toml(), "--run_name", "whole")
+    run("tiny.toml", "--train.max_steps", "6", "--train.checkpoint_interval", "3")
+    step = Path("runs/tiny/ckpt/step_00000003")
+    meta = json.loads((step / "meta.json").read_text())
+    for key in ("residual", "loss_chunk", "activation_checkpointing", "hellaswag_interval"):
+        del meta["config"]["train"][key]
+    (step / "meta.json").write_text(json.dumps(meta))
+    Path("runs/tiny/ckpt/last").write_text("step_00000003")
+    capfd.readouterr()
+    run("tiny.toml", "--resume")
+    assert "must not change" not in capfd.readouterr().out
+    assert hashes("tiny") == hashes("whole")
+
+
+def write_hellaswag() -> None:
+    """Four questions whose right ending counts on, at the place where train.py looks."""
+    rows = []
+    for i in range(4):
+        text = "".join(chr(97 + (i + j) % 16) for j in range(6))
+        endings = ["zz", "yyy", "x", "ww"]
+        endings[i] = chr(97 + (i + 6) % 16)
+        rows.append(json.dumps({"ctx": text, "endings": endings, "label": i}))
+    train.hellaswag.PATH.parent.mkdir(parents=True)
+    train.hellaswag.PATH.write_text("\n".join(rows) + "\n")
+
+
+def test_hellaswag_on_the_way(tiny_toml):
+    run(tiny_toml(), "--run_name", "without")
+    write_hellaswag()
+    run("tiny.toml", "--train.hellaswag_interval", "6", "--train.eval_interval", "3")
+    assert hashes("tiny") == hashes("without")  # looking changes nothing
+    for key in ("hellaswag/acc", "hellaswag/acc_norm"):
+        found = curve("tiny", key)
+        assert list(found) == [0, 6] and set(found.values()) <= {0, 0.25, 0.5, 0.75, 1}
+    assert list(curve("tiny", "val/loss")) == [0, 3, 6]
+    run("tiny.toml", "--run_name", "often", "--train.hellaswag_interval", "3")
+    assert list(curve("often", "hellaswag/acc")) == [0, 3, 6]
+
+
+def test_hellaswag_that_is_not_there_is_said_at_the_start(tiny_toml):
+    path = tiny_toml()
+    with pytest.raises(UserError, match=r"curl -Lo data/hellaswag/\S+\.jsonl --create-dirs https"):
+        run(path, "--train.hellaswag_interval", "3")
+    assert not Path("runs").exists()
