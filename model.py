@@ -31,6 +31,7 @@ except ImportError:
     flash_attn_func = None
 
 AttnBackend = Literal["eager", "sdpa", "flash"]
+PosEmb = Literal["learned", "rope", "rove", "rove_no_inverse", "none"]  # no_inverse: an ablation
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    pos_emb: Literal["learned", "rope", "rove", "none"] = "rope"
+    pos_emb: PosEmb = "rope"
     rope_base: float = 10000.0
     yarn_factor: float = 1.0
     """YaRN's s = wanted context / block_size; 1 is off."""
@@ -56,8 +57,8 @@ class GPTConfig:
                 raise ValueError(f"{name} ({value!r}) must be at least 1, an int below 2^31")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
-        if self.pos_emb not in ("learned", "rope", "rove", "none"):
-            raise ValueError(f"pos_emb ({self.pos_emb!r}) must be learned, rope, rove or none")
+        if self.pos_emb not in get_args(PosEmb):
+            raise ValueError(f"pos_emb ({self.pos_emb!r}) must be one of {get_args(PosEmb)}")
         if self.rotary and self.head_dim % 2:
             raise ValueError(f"n_embd / n_head ({self.head_dim}) must be even to be rotated")
         if not (self.yarn_factor >= 1 and self.block_size * self.yarn_factor < 2**31):
@@ -71,7 +72,7 @@ class GPTConfig:
     @property
     def rotary(self) -> bool:
         """Are queries and keys rotated?"""
-        return self.pos_emb in ("rope", "rove")
+        return self.pos_emb not in ("learned", "none")
 
     @property
     def head_dim(self) -> int:
@@ -221,10 +222,9 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.n_head, self.layer = config.n_head, layer
-        self.rotate_qk = config.rotary
-        self.rotate_v = config.pos_emb == "rove"
-        self.scale = softmax_scale(config)
-        self.attn_backend = attn_backend
+        self.rotate_qk, self.rotate_y = config.rotary, config.pos_emb == "rove"
+        self.rotate_v = config.pos_emb in ("rove", "rove_no_inverse")
+        self.scale, self.attn_backend = softmax_scale(config), attn_backend
 
     def forward(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, kv_cache: KVCache | None = None
@@ -241,7 +241,7 @@ class CausalSelfAttention(nn.Module):
         if kv_cache is not None:
             k, v = kv_cache.append(self.layer, k, v)  # (B, nh, S, hs), rotated already
         y = attention(q, k, v, scale=self.scale, backend=self.attn_backend).transpose(1, 2)
-        if self.rotate_v:
+        if self.rotate_y:
             y = rotate(y, cos, -sin)  # R_i^-1, at the query's position i: only j - i is left
         return self.c_proj(y.reshape(B, T, C))
 

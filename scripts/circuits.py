@@ -78,6 +78,8 @@ def analyse(run: Path, args: Args) -> tuple[dict[str, Any], dict[str, Any]]:
     model, meta = load_model(step_dir)
     config = model.config
     T = config.context
+    if config.pos_emb == "rove_no_inverse":
+        raise UserError(f"{run}: values that nothing turns back have no circuit per distance")
     if not PICTURE <= args.mixer_tokens <= T:
         raise UserError(f"--mixer-tokens ({args.mixer_tokens}): from {PICTURE} to {T}")
     data_dir = args.data or Path(meta["config"]["data"]["dir"])

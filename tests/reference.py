@@ -75,7 +75,7 @@ def logits(state: dict[str, torch.Tensor], config, ids: torch.Tensor) -> torch.T
     w = {name.removeprefix("transformer."): t.double() for name, t in state.items()}
     C, hs = config.n_embd, config.n_embd // config.n_head
     theta = [0.0] * (hs // 2)
-    if config.pos_emb in ("rope", "rove"):
+    if config.pos_emb in ("rope", "rove", "rove_no_inverse"):
         theta = inv_freq(hs, config.rope_base, config.block_size, config.yarn_factor)
     scale = temperature(config.yarn_factor) / math.sqrt(hs)
 
@@ -95,7 +95,13 @@ def logits(state: dict[str, torch.Tensor], config, ids: torch.Tensor) -> torch.T
         heads = []
         for h in range(0, C, hs):
             q, k, v = (qkv[:, part * C + h : part * C + h + hs] for part in range(3))
-            heads.append(offset_sum(q, k, v, theta, scale, config.pos_emb == "rove"))
+            y = offset_sum(q, k, v, theta, scale, config.pos_emb in ("rove", "rove_no_inverse"))
+            if config.pos_emb == "rove_no_inverse":  # R_i is still in front of row i
+                angles = torch.arange(len(ids), dtype=torch.float64)[:, None] * torch.tensor(theta)
+                turn = torch.polar(torch.ones_like(angles), angles)
+                z = torch.complex(y[:, : hs // 2], y[:, hs // 2 :]) * turn
+                y = torch.cat((z.real, z.imag), 1)
+            heads.append(y)
         x = x + linear(torch.cat(heads, 1), f"h.{l}.attn.c_proj")
         u = linear(norm(x, f"h.{l}.ln_2"), f"h.{l}.mlp.c_fc")
         u = u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))) / 2

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from model import GPT, GPTConfig
 from tests import reference
 
-POS_EMBS = ["learned", "rope", "rove", "none"]
+POS_EMBS = ["learned", "rope", "rove", "rove_no_inverse", "none"]
 CONFIG = GPTConfig(vocab_size=70, block_size=24, n_layer=2, n_head=2, n_embd=32)
 
 
@@ -382,7 +382,7 @@ def two_steps_under_ddp(rank: int, rendezvous: str, results: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     weights = {}
     for pos_emb in POS_EMBS:
-        model = GPT(make(pos_emb, yarn_factor=4.0 if pos_emb in ("rope", "rove") else 1.0))
+        model = GPT(make(pos_emb, yarn_factor=1.0 if pos_emb in ("learned", "none") else 4.0))
         ddp = torch.nn.parallel.DistributedDataParallel(model)  # no search for unused parameters
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for step in range(2):
@@ -402,7 +402,7 @@ def test_ddp_has_no_unused_parameters_in_any_mode(tmp_path):
     mp.spawn(two_steps_under_ddp, (str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for pos_emb in POS_EMBS:
-        factor = 4.0 if pos_emb in ("rope", "rove") else 1.0
+        factor = 1.0 if pos_emb in ("learned", "none") else 4.0
         alone = GPT(make(pos_emb, yarn_factor=factor))
         optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
         for step in range(2):  # one process, the whole batch
@@ -424,7 +424,7 @@ def test_ddp_has_no_unused_parameters_in_any_mode(tmp_path):
     [
         (dict(n_embd=770), r"n_embd \(770\) must be a multiple of n_head \(12\)"),
         (dict(n_embd=36, n_head=12), r"n_embd / n_head \(3\) must be even"),
-        (dict(pos_emb="alibi"), r"pos_emb \('alibi'\) must be learned, rope, rove or none"),
+        (dict(pos_emb="alibi"), r"pos_emb \('alibi'\) must be one of"),
         (dict(yarn_factor=0.5), r"yarn_factor \(0.5\) must be at least 1"),
         (dict(yarn_factor=float("nan")), r"yarn_factor \(nan\)"),
         (dict(yarn_factor=float("inf")), r"yarn_factor \(inf\)"),

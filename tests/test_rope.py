@@ -162,11 +162,11 @@ def test_attention_gets_the_fp32_table_under_autocast_and_in_a_bf16_model(monkey
     assert set(seen) == {(torch.float32, torch.float32)}
 
 
-@pytest.mark.parametrize("pos_emb", ["learned", "rope", "rove", "none"])
+@pytest.mark.parametrize("pos_emb", ["learned", "rope", "rove", "rove_no_inverse", "none"])
 def test_meta_construction_then_to_empty(pos_emb):
     # transformers#45902, torchtitan#4783: tables made on the meta device stay garbage after loading
     config = dataclasses.replace(
-        TINY, pos_emb=pos_emb, yarn_factor=4.0 if pos_emb in ("rope", "rove") else 1.0
+        TINY, pos_emb=pos_emb, yarn_factor=1.0 if pos_emb in ("learned", "none") else 4.0
     )
     usual = reference.randomise(GPT(config))
     with torch.device("meta"):
@@ -510,7 +510,7 @@ def test_rope_leaves_the_values_alone():
 def test_rope_and_rove_start_from_the_same_weights():
     arms = {
         pos_emb: GPT(dataclasses.replace(TINY, pos_emb=pos_emb), seed=3)
-        for pos_emb in ("rope", "rove", "learned", "none")
+        for pos_emb in ("rope", "rove", "rove_no_inverse", "learned", "none")
     }
     rope = arms["rope"].state_dict()
     for pos_emb, model in arms.items():
