@@ -59,7 +59,7 @@ def wandb_options(config: dict[str, Any], facts: dict[str, Any]) -> dict[str, An
     return {
         "project": config["log"]["project"],
         "name": name,
-        "group": name.replace(pos_emb, "*"),
+        "group": name.rpartition("/")[0] or name.replace(pos_emb, "*"),
         "job_type": pos_emb,
         "tags": [pos_emb, f"seed {config['seed']}", Path(config["data"]["dir"]).name],
         "config": {**config, **facts},

@@ -5,24 +5,24 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
+from nanorove.checkpoint import read_meta, resolve_step_dir
 from nanorove.errors import UserError
-from scripts import experiment
-from scripts.experiment import (
-    Args,
-    Data,
-    Steps,
-    is_prepared,
-    load_experiment,
-    main,
-    run_to_its_end,
-)
+from scripts import experiment, provenance
+from scripts.experiment import Args, Data, is_prepared, load_experiment, main
+from scripts.jobs import only_one
 from tests.conftest import REPO, TINY_TOML
+from tests.test_runlog import history, wandb_records
 
 EXPERIMENT = """\
 name = "tiny"
@@ -55,11 +55,20 @@ max_new_tokens = 3
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with an experiment, its two configs and a text for its data."""
     monkeypatch.chdir(tmp_path)
-    Path("x.toml").write_text(EXPERIMENT)
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    write_experiment(tmp_path)
+    return tmp_path
+
+
+def write_experiment(folder: Path) -> None:
+    (folder / "x.toml").write_text(EXPERIMENT)
     for arm in ("rope", "rove"):
         text = TINY_TOML.replace("DATA_DIR", "shards").replace('"rove"', f'"{arm}"')
-        Path(f"{arm}.toml").write_text(text)
-    return tmp_path
+        (folder / f"{arm}.toml").write_text(text)
+    rng = np.random.RandomState(3)
+    texts = (" ".join(rng.choice(["red", "green", "blue"], 12).tolist()) for _ in range(60))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "a.jsonl").write_text(lines)
 
 
 def edit(path: str, old: str, new: str) -> None:
@@ -82,7 +91,39 @@ def edit(path: str, old: str, new: str) -> None:
             "[arms.rope]\nconfigs",
             "arms.rope.configs; did you mean arms.rope",
         ),
-        ("documents = 2\n", "", "perplexity.documents is missing"),
+        ("max_new_tokens = 3\n", "", "samples.max_new_tokens is missing"),
+        ("seeds = [1]", "seeds = [1, 1]", "seeds [1, 1]: each once"),
+        ("seeds = [1]", 'seeds = [1]\nslots = "2"', "x.toml: slots must be int, not '2'"),
+        (
+            "seeds = [1]",
+            'seeds = [1]\narms_differ_in = ["train.max_steps"]',
+            "arms_differ_in: train.max_steps must be the same in all arms",
+        ),
+        ("[samples]", "[core]\nlimits = 5\n[samples]", "core.limits; did you mean core.limit?"),
+        ("[samples]", '[core]\nlimit = "5"\n[samples]', "core.limit must be int, not '5'"),
+        ("[samples]", "[core]\nyarn_factor = true\n[samples]", "core.yarn_factor must be float"),
+        ("[samples]", "[ruler]\ndata = 'd'\n[samples]", "ruler.tokenizer is missing"),
+        (
+            "[samples]",
+            "[ruler]\ndata = 'd'\ntokenizer = 'bytes'\nlengths = [0]\nsamples = 1\n"
+            "yarn = ['none']\n[samples]",
+            "x.toml: ruler: --lengths 0",
+        ),
+        ('config = "rope.toml"', 'from = "rove"\npos_emb = "none"', "arms.rope: the first arm is"),
+        ('config = "rope.toml"', "", "arms.rope: needs config, or from and pos_emb"),
+        ('"rope.toml"', '"rope.toml"\nfrom = "rove"', "arms.rope: needs config, or from and pos"),
+        ('"rope.toml"', '"rope.toml"\npos_emb = "rove"', "arms.rope: pos_emb stands in its conf"),
+        ("[perplexity]", "[arms.a]\nfrom = 'b'\n[perplexity]", "arms.a: from 'b' is not an arm"),
+        (
+            "[perplexity]",
+            "[arms.a]\nfrom = 'rope'\npos_emb = 'learned'\n[perplexity]",
+            "arms.a: pos_emb 'learned' must be one of rope, rove",
+        ),
+        (
+            "[perplexity]",
+            "[arms.a]\nfrom = 'rope'\npos_emb = 'rove'\noverrides = ['--x']\n[perplexity]",
+            "arms.a: it is not trained, so it has no overrides",
+        ),
         ("documents = 2", 'documents = "2"', "perplexity.documents must be int, not '2'"),
         ("documents = 2", "documents = true", "perplexity.documents must be int, not True"),
         ("lengths = [8, 16]", "lengths = [8, 1.5]", "perplexity.lengths must be list"),
@@ -117,13 +158,22 @@ def test_the_shipped_experiments_can_be_read(monkeypatch):
         assert experiment.dir == Path("runs") / path.stem
 
 
+def dry_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture, **options: Any) -> str:
+    """What a shipped experiment would do, in an empty folder that stays as it is."""
+    for folder in ("configs", "experiments"):
+        shutil.copytree(REPO / folder, tmp_path / folder)
+    os.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    main(Args(Path(f"experiments/{name}.toml"), dry_run=True, **options))
+    assert sorted(tmp_path.rglob("*")) == before
+    return capsys.readouterr().out
+
+
 def test_dry_run_of_the_demo(tmp_path, monkeypatch, capsys):
     """It says what `make demo` will do, in commands that can be typed, and does nothing."""
-    for name in ("configs", "experiments"):
-        shutil.copytree(REPO / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    main(Args(Path("experiments/demo.toml"), dry_run=True))
-    out = capsys.readouterr().out
+    monkeypatch.setattr(experiment, "visible_gpus", list)
+    out = dry_run("demo", tmp_path, capsys)
     assert "arms differ only in model.pos_emb" in out
     assert "$ python -m data.stdlib --tokenizer bytes --out data/stdlib_bytes" in out
     commands = [shlex.split(line) for line in out.splitlines() if line.startswith("$")]
@@ -134,7 +184,65 @@ def test_dry_run_of_the_demo(tmp_path, monkeypatch, capsys):
         assert ["$", "python", train, f"configs/demo_{arm}.toml", *options] in commands
         assert f"$ python -m scripts.eval_perplexity {run} --lengths 256,512,1024,2048,4096" in out
     assert "--out runs/demo" in out and "8 steps to run" in out
-    assert not Path("runs").exists()
+    assert "hours of 2 trainings: not known on a CPU" in out
+
+
+def test_dry_run_of_the_paper(tmp_path, monkeypatch, capsys):
+    """354M on 8 GPUs, without data and without a GPU. Hours by hand: 6 N + 12 L C T FLOPs a token,
+    989 TFLOP/s an H100; disk: two newest, the best and one being written, 12 bytes a parameter."""
+    monkeypatch.chdir(tmp_path)
+    out = dry_run("354m", tmp_path, capsys, gpus=8)
+    n = 50304 * 1024 + 24 * (12 * 1024**2 + 13 * 1024) + 2 * 1024
+    tokens = 18794 * 524288
+    flops = 6 * tokens * (6 * n + 12 * 24 * 1024 * 1024)
+    expected = [f"{flops / (share * 989e12 * 8) / 3600:.1f} h" for share in (0.3, 0.4, 0.5)]
+    line = next(line for line in out.splitlines() if line.startswith("hours of 6 trainings"))
+    assert re.findall(r"[\d.]+ h", line) == expected and "8 x h100" in line
+    disk = next(line for line in out.splitlines() if line.startswith("disk: "))
+    assert f"{6 * 4 * 12 * n / 2**30:.1f} GiB of checkpoints" in disk
+    assert f"{2 * tokens / 2**30:.1f} GiB of data" in disk
+    torchrun = "$ python -m torch.distributed.run --standalone --nproc_per_node=8"
+    for seed in (1337, 1338, 1339):
+        for arm in ("rope", "rove"):
+            run = f"354m/{arm}-seed{seed}"
+            options = f"configs/gpt2_354m_{arm}.toml --seed {seed} --run_name {run} --resume\n"
+            assert re.search(f"{re.escape(torchrun)} .*train.py {re.escape(options)}", out)
+            for script in ("perplexity", "core", "ruler", "hellaswag"):
+                assert re.search(
+                    f"{re.escape(torchrun)} .*-m scripts.eval_{script} runs/{run}", out
+                )
+    assert "-m data.ruler --tokenizer gpt2 --lengths 4096,8192 --samples 500 --out data/rul" in out
+    assert "$ python -m scripts.log_report runs/354m" in out  # its configs log to wandb
+
+
+def test_hours_on_a_cpu_are_those_of_a_run_that_is_done(folder, monkeypatch):
+    """Of two trainings one is left, 6 steps of 64 tokens at 0.02 tokens/s: 19,200 s."""
+    plan = make_plan()
+    configs = list(plan.trained.values())
+    metrics = configs[0].run_dir / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    lines = [{"step": 1, "perf/tokens_per_s": s} for s in (0.01, 0.02, 9.0)]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 1}]))
+    one = experiment.make_slots(1, [])
+    assert "1 trainings: 5:20:00 at 0 tokens/s each" in experiment.hours(
+        configs[1:], configs, one, "h100"
+    )
+    assert "not known on a CPU" in experiment.hours(configs, configs, one, "h100")
+    two = experiment.make_slots(2, [])  # one of them has nothing to do
+    assert "5:20:00" in experiment.hours(configs[1:], configs, two, "h100")
+    assert experiment.hours([], configs, one, "h100") == "hours: all trainings are done"
+
+
+def test_gpus_are_planned_with_not_used(folder):
+    with pytest.raises(UserError, match="--gpus is for --dry-run; CUDA_VISIBLE_DEVICES says"):
+        main(Args(Path("x.toml"), gpus=8))
+    with pytest.raises(UserError, match="slots 3: 8 GPUs cannot be shared evenly"):
+        main(Args(Path("x.toml"), dry_run=True, gpus=8, slots=3))
+
+
+def test_batches_that_do_not_fit_the_gpus_are_refused_first(folder):
+    with pytest.raises(UserError, match="total_batch_size .64 tokens. is not a multiple of"):
+        main(Args(Path("x.toml"), dry_run=True, gpus=3))
 
 
 # -----------------------------------------------------------------------------
@@ -157,6 +265,148 @@ def test_arms_with_other_data_are_refused(folder):
         main(Args(Path("x.toml"), dry_run=True))
 
 
+def test_a_derived_arm(folder, capsys):
+    """It is evaluated and not trained."""
+    arm = "[arms.late]\nfrom = 'rope'\npos_emb = 'rove'\n\n[perplexity]"
+    edit("x.toml", "[perplexity]", arm)
+    main(Args(Path("x.toml"), dry_run=True))
+    out = capsys.readouterr().out
+    assert (
+        "late-seed1 training" not in out and "scripts.eval_perplexity runs/tiny/late-seed1" in out
+    )
+    assert "late-seed1 is not trained: it has the weights of tiny/rope-seed1" in out
+    edit("x.toml", "seeds = [1]", "seeds = [1]\narms_differ_in = []")
+    with pytest.raises(UserError, match=r"rope and rove differ in model.pos_emb"):
+        main(Args(Path("x.toml"), dry_run=True))
+
+
+def test_only_the_evaluations_that_have_a_section(folder, capsys):
+    text = Path("x.toml").read_text()
+    sections = text[text.index("[perplexity]") :]
+    Path("x.toml").write_text(
+        text.replace(sections, "")
+        + "[hellaswag]\nlimit = 5\n[core]\nbundle = 'b'\ntasks = ['copa', 'boolq']\n"
+        "max_length = 16\n[packed]\nlengths = [8]\nyarn = ['none']\nquantities = ['last']\n"
+        "[ruler]\ndata = 'd'\ntokenizer = 'bytes'\nlengths = [700, 800]\nsamples = 3\n"
+        "yarn = ['none', '4']\ntasks = ['fwe']\nsquad = 's.json'\n"
+    )
+    main(Args(Path("x.toml"), dry_run=True))
+    out = capsys.readouterr().out
+    run = "runs/tiny/rope-seed1"
+    found = [line for line in out.splitlines() if run in line and "-m scripts.eval" in line]
+    assert found == [
+        f"$ python -m scripts.eval_perplexity {run} --text packed_stream --lengths 8 --yarn none"
+        " --quantities last",
+        f"$ python -m scripts.eval_core {run} --bundle b --tasks copa,boolq --max-length 16"
+        f" --out {run}/eval/core.json",
+        f"$ python -m scripts.eval_ruler {run} --data d --lengths 700,800 --tasks fwe"
+        " --yarn none,4",
+        f"$ python -m scripts.eval_hellaswag {run} --limit 5",
+    ]
+    assert (
+        "$ python -m data.ruler --tokenizer bytes --lengths 700,800 --samples 3 --tasks fwe"
+        " --squad s.json --out d"
+    ) in out
+    assert "scripts.sample" not in out
+
+
+@pytest.mark.parametrize(
+    ("what", "values"), [("initial_weights", "ab"), ("batches", [{"0": "a"}, {"0": "b"}])]
+)
+def test_unequal_starts_are_refused(folder, monkeypatch, what, values):
+    """Both are computed for every arm and seed, and compared within a seed."""
+    rest = iter(values)
+    monkeypatch.setattr(provenance, "initial_weights", lambda config, names: "same")
+    monkeypatch.setattr(provenance, "batches", lambda config, processes: {})
+    monkeypatch.setattr(provenance, what, lambda *_: next(rest))
+    plan = make_plan()
+    word = what.removeprefix("initial_")
+    with pytest.raises(UserError, match=f"seed 1: rope-seed1 and rove-seed1 start with .*{word}"):
+        plan.check_starts()
+    starts = json.loads(Path("runs/tiny/experiment.json").read_text())["starts"]
+    assert [starts[f"{arm}-seed1"][word] for arm in ("rope", "rove")] == list(values)
+
+
+def make_plan() -> experiment.Plan:
+    file = load_experiment(Path("x.toml"))
+    configs = {(arm, 1): experiment.arm_config(file, arm, 1) for arm in file.arms}
+    ledger = experiment.Ledger(file.dir / "experiment.json")
+    return experiment.Plan(file, configs, experiment.make_slots(1, []), ledger)
+
+
+def test_trainings_by_different_code_are_not_mixed(folder, monkeypatch, capsys):
+    """Refused if one is still to be trained or if they are of two codes; else said."""
+    plan = make_plan()
+    for name in plan.trained:
+        path = Path("runs/tiny") / name / "ckpt" / "last"
+        path.parent.mkdir(parents=True)
+        path.write_text("step_00000006\n")
+    now = {"code": provenance.code_of("train")}
+    old = {"code": now["code"] | {"model.py": "0" * 64}}
+
+    plan.ledger.trainings = {"rope-seed1": now, "rove-seed1": now}
+    plan.check_code(to_train=True)
+    plan.check_code(to_train=False)
+    assert capsys.readouterr().out == ""
+
+    plan.ledger.trainings = {"rope-seed1": old, "rove-seed1": old}
+    plan.check_code(to_train=False)
+    assert (
+        "all by one code, and it is not the code there is now (model.py)" in capsys.readouterr().out
+    )
+    message = r"rope-seed1: trained by other code than the code there is now \(model.py\)"
+    with pytest.raises(UserError, match=message):
+        plan.check_code(to_train=True)
+    with pytest.raises(UserError, match=message):  # also just before a training starts
+        plan.sign_training("rove-seed1")
+
+    plan.ledger.trainings = {"rope-seed1": old, "rove-seed1": now}
+    with pytest.raises(UserError, match=r"rove-seed1: trained by other code than rope-seed1"):
+        plan.check_code(to_train=False)
+
+    plan.ledger.trainings = {"rope-seed1": now}
+    plan.check_code(to_train=True)
+    assert "trained by code that is not known: rove-seed1" in capsys.readouterr().out
+
+
+def test_what_makes_a_result_unusable(folder, monkeypatch):
+    """Another command, other inputs, other code, another output; and only those."""
+    plan, output = make_plan(), Path("runs/tiny/r/eval/core.json")
+    code = {"model.py": "a"}
+    monkeypatch.setattr(provenance, "code_of", lambda module: dict(code))
+
+    def step(arguments: str = "-m scripts.eval_core r", model: str = "m") -> experiment.Step:
+        return plan.once("r core", arguments.split(), output, {"model": model})
+
+    assert not step().done and step().why == ""
+    journal = output.with_suffix(".journal")
+    journal.mkdir(parents=True)
+    prepared = step().job.prepare()
+    assert not journal.exists()  # nobody knows by which code it was begun
+    assert not step().done
+    journal.mkdir()
+    prepared = step().job.prepare()
+    assert journal.exists()  # killed and started again, the same way: it goes on
+    with pytest.raises(UserError, match="'r core' ended well, but .*core.json is not there"):
+        step().job.finish(prepared)
+    output.write_text("{}")
+    assert not step().done  # of a killed one, maybe
+    step().job.finish(prepared)
+    assert step().done
+    assert not step(model="n").done and step(model="n").why == "changed since: inputs"
+    assert not step(arguments="-m scripts.eval_core r --limit 5").done
+    code["model.py"] = "b"
+    assert step().why == "changed since: code, model.py"
+    step().job.prepare()
+    assert not journal.exists()
+    code["model.py"] = "a"
+    step().job.prepare()
+    assert not step().done  # begun anew and not finished
+    step().job.finish(prepared)
+    output.write_text("{ }")
+    assert not step().done and step().why == "changed since: output"
+
+
 # -----------------------------------------------------------------------------
 # from end to end
 
@@ -177,42 +427,21 @@ def state() -> dict[str, tuple[int, bytes]]:
     }
 
 
-def test_a_failing_step_is_named(folder, capfd, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(REPO))
+def test_a_failing_step_is_named(folder, capfd):
     edit("x.toml", '["data.text"', '["data.nothing"')
     with pytest.raises(UserError, match="step 'data' failed with exit code 1"):
         main(Args(Path("x.toml")))
     assert "No module named data.nothing" in capfd.readouterr().err  # its own words are shown
 
 
-def test_ctrl_c_waits_until_the_command_has_saved(tmp_path):
-    """Both get the signal; the command needs a second to save, and has it."""
-    code = (
-        "import os, signal, sys, time\n"
-        "def save(*_):\n"
-        "    time.sleep(1)\n"
-        f"    open({str(tmp_path / 'saved')!r}, 'w').close()\n"
-        "    sys.exit(0)\n"
-        "signal.signal(signal.SIGINT, save)\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-        "time.sleep(60)\n"
-    )
-    with pytest.raises(KeyboardInterrupt):
-        run_to_its_end([sys.executable, "-c", code])
-    assert (tmp_path / "saved").is_file()
-    assert run_to_its_end([sys.executable, "-c", "import sys; sys.exit(3)"]) == 3
-
-
 def test_a_training_that_stopped_is_not_evaluated(folder, monkeypatch):
     """train.py ends with 0 when it was told to stop, but there is nothing to compare yet."""
-    ran = []
-    monkeypatch.setattr(experiment, "run_to_its_end", lambda command: ran.append(command) or 0)
+    plan = make_plan()
     monkeypatch.setattr(experiment, "is_trained", lambda config, data: False)
-    with pytest.raises(UserError, match="rope-seed1 stopped before its last step; run the exp"):
-        main(Args(Path("x.toml")))
-    assert len(ran) == 2  # data and the first training
-    assert not Steps(Path("runs/tiny/experiment.json"), False).receipts
+    for step in plan.trainings():
+        assert not step.done
+        with pytest.raises(UserError, match="-seed1 stopped before its last step; run the exp"):
+            step.job.finish(None)
 
 
 def test_data_of_another_tokenizer_are_not_what_the_command_makes(tmp_path, monkeypatch):
@@ -224,34 +453,36 @@ def test_data_of_another_tokenizer_are_not_what_the_command_makes(tmp_path, monk
     assert is_prepared(Data(str(tmp_path), ["data.text"]))
 
 
-def test_from_end_to_end(folder, capfd, monkeypatch):
+@pytest.mark.slow
+def test_from_end_to_end(folder, capfd):
     """Runs what is missing, nothing the second time, and after a change what that affects."""
-    monkeypatch.setenv("PYTHONPATH", str(REPO))
-    rng = np.random.RandomState(3)
-    texts = (" ".join(rng.choice(["red", "green", "blue"], 12).tolist()) for _ in range(60))
-    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arm = "[arms.late]\nfrom = 'rope'\npos_emb = 'rove'\n\n[perplexity]"
+    edit("x.toml", "[perplexity]", arm)
 
     # stopped by a failure behind the trainings, it goes on from there
     edit("x.toml", "documents = 2", "documents = 20")
-    with pytest.raises(
-        UserError, match="step 'tiny/rope-seed1 perplexity' failed with exit code 2"
-    ):
+    with pytest.raises(UserError, match="step 'rope-seed1 perplexity' failed with exit code 2"):
         main(Args(Path("x.toml")))
-    assert "20 of >= 16 tokens are needed" in capfd.readouterr().err
+    assert "of >= 16 tokens" in capfd.readouterr().err
     edit("x.toml", "documents = 20", "documents = 2")
     out = run(capfd)
-    for name in ("data", "tiny/rope-seed1", "tiny/rove-seed1"):
+    for name in ("data", "rope-seed1 training", "rove-seed1 training"):
         assert f"[done] {name}\n" in out
-    assert out.count("[run] ") == 5
-    for arm in ("rope", "rove"):
+    assert out.count("[run] ") == 7
+    for arm in ("rope", "rove", "late"):
         folder = Path(f"runs/tiny/{arm}-seed1")
         record = json.loads((folder / "eval" / "perplexity.json").read_text())
-        assert record["settings"] == {"lengths": [8, 16], "yarn": ["none", "auto"], "documents": 2}
-        assert record["config"]["model"]["pos_emb"] == arm and record["config"]["seed"] == 1
+        assert record["config"]["model"]["pos_emb"] == arm.replace("late", "rove")
+        assert record["config"]["seed"] == 1
         samples = json.loads((folder / "eval" / "samples.json").read_text())
         assert [s["prompt"] for s in samples] == ["ab", "c d"]
     report = Path("runs/tiny/report.html").read_text()
     assert "<h1>Tiny</h1>" in report and "model.pos_emb" in report
+    record = json.loads(Path("runs/tiny/experiment.json").read_text())
+    starts = [record["starts"][f"{arm}-seed1"] for arm in ("rope", "rove")]
+    for key in ("weights", "batches"):
+        assert starts[0][key] == starts[1][key]
+    assert len(starts[0]["batches"]) == 3 and starts[0]["shared_parameters"] == 27
 
     before = state()
     out = run(capfd)
@@ -264,23 +495,23 @@ def test_from_end_to_end(folder, capfd, monkeypatch):
     # a result that is not the one it made, and other settings of an evaluation
     samples = Path("runs/tiny/rope-seed1/eval/samples.json")
     samples.write_text("[]")
-    assert to_run() == ["tiny/rope-seed1 samples", "report"]
+    assert to_run() == ["rope-seed1 samples", "report"]
     samples.write_bytes(before[str(samples)][1])
     edit("x.toml", "lengths = [8, 16]", "lengths = [8, 12]")
-    assert to_run() == ["tiny/rope-seed1 perplexity", "tiny/rove-seed1 perplexity"]
+    assert to_run() == [f"{arm}-seed1 perplexity" for arm in ("rope", "rove", "late")]
     edit("x.toml", "lengths = [8, 12]", "lengths = [8, 16]")
     assert to_run() == []
 
     # a training that stopped before its end goes on; other weights are evaluated anew
     meta = Path("runs/tiny/rove-seed1/ckpt/step_00000006/meta.json")
     edit(str(meta), '"step": 6', '"step": 3')
-    assert to_run() == ["tiny/rove-seed1", "tiny/rove-seed1 perplexity", "tiny/rove-seed1 samples"]
+    assert to_run() == [f"rove-seed1 {what}" for what in ("training", "perplexity", "samples")]
     meta.write_bytes(before[str(meta)][1])
 
     # so does one that was killed before its last evaluation
     values = json.loads(before[str(meta)][1])
     meta.write_text(json.dumps(values | {"val_loss": None}))
-    assert "tiny/rove-seed1" in to_run()
+    assert "rove-seed1 training" in to_run()
     meta.write_bytes(before[str(meta)][1])
 
     # other settings of a training, or other data, are never mixed with what is there
@@ -296,3 +527,179 @@ def test_from_end_to_end(folder, capfd, monkeypatch):
     Path("a.jsonl").write_text(Path("a.jsonl").read_text() + '{"text": "one more"}\n')
     with pytest.raises(UserError, match="rope-seed1: trained on other data than shards has now"):
         run(capfd)
+
+
+# -----------------------------------------------------------------------------
+# killed, and finished all the same
+
+
+def processes_of(pid: int) -> list[int]:
+    """A process and all that it started, by /proc."""
+    found = [pid]
+    for pid in found:
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                found += map(int, path.read_text().split())
+            except OSError:  # it ended just now
+                pass
+    return found
+
+
+def run_program(
+    cwd: Path, slots: int, lines: int | None = None, wait: float = 0, children: bool = True
+) -> int:
+    """Run x.toml as a user does; with `lines`, SIGKILL it `wait` seconds after it has printed so
+    many, and with `children` what it started as well. Gives back how many it printed."""
+    arguments = ["-u", "-m", "scripts.experiment", "x.toml", "--slots", str(slots)]
+    process = subprocess.Popen([sys.executable, *arguments], cwd=cwd, stdout=subprocess.PIPE)
+    printed = 0
+    for _ in process.stdout:
+        printed += 1
+        if printed == lines:
+            time.sleep(wait)
+            for pid in processes_of(process.pid) if children else [process.pid]:
+                os.kill(pid, signal.SIGKILL)
+            break
+    process.stdout.close()
+    assert process.wait(600) == (-signal.SIGKILL if lines else 0)
+    return printed
+
+
+def results(runs: Path) -> dict[str, Any]:
+    """What must not depend on stops: weights, moments, losses, evaluations, what was compared."""
+    found = {}
+    for path in sorted(runs.glob("*/ckpt/step_00000030/*.safetensors")):
+        found[str(path.relative_to(runs))] = {
+            name: (array.dtype.str, array.tobytes())
+            for name, array in safetensors.numpy.load_file(path).items()
+        }
+    for path in sorted(runs.glob("*/metrics.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found[str(path.relative_to(runs))] = [
+            {k: v for k, v in line.items() if not k.startswith(("perf/", "mem/"))}
+            for line in lines
+            if "event" not in line
+        ]
+    for path in sorted(runs.glob("*/eval/*.json")):
+        found[str(path.relative_to(runs))] = json.loads(path.read_text())
+    record = json.loads((runs / "experiment.json").read_text())
+    for receipt in record["receipts"].values():
+        receipt["output"] = None
+    del record["receipts"]["report"]  # its inputs are files with times in them
+    return found | record
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the children in /proc")
+def test_killed_three_times_equals_unbroken(tmp_path, monkeypatch):
+    """One at a time and unbroken; two at a time and killed three times: twice with everything it
+    had started, once alone, so that its jobs save and the next one waits for them."""
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    folders = tmp_path / "unbroken", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+        write_experiment(folder)
+        monkeypatch.chdir(folder)
+        edit("x.toml", "seeds = [1]", "seeds = [1, 2]")
+        for arm in ("rope", "rove"):
+            edit(f"{arm}.toml", "max_steps = 6", "max_steps = 30")
+    unbroken, killed = folders
+    total = run_program(unbroken, 1)
+    rng = np.random.RandomState(int(os.environ.get("KILL_SEED", "8")))
+    for i, lines in enumerate(sorted(rng.randint(8, 32, 3))):
+        run_program(killed, 2, int(lines) - 4 * i, rng.uniform(0, 4), children=i != 1)
+    assert total > 60
+    run_program(killed, 2)
+    a, b = (results(folder / "runs" / "tiny") for folder in (unbroken, killed))
+    assert list(a) == list(b)
+    assert sum(name.endswith("model.safetensors") for name in a) == 4
+    assert sum(name.endswith("perplexity.json") for name in a) == 4
+    for name in a:
+        assert a[name] == b[name], name
+    assert (killed / "runs/tiny/report.html").is_file()
+    logs = {path.name for path in (killed / "runs/tiny/logs").iterdir()}
+    assert {"rope-seed1-training.log", "rove-seed2-perplexity.log"} <= logs
+
+
+# as on a machine with two GPUs: without any the processes meet over gloo
+TWO_GPUS = """
+from pathlib import Path
+from nanorove.errors import run_cli
+from scripts import experiment
+experiment.visible_gpus = lambda: ["0", "1"]
+run_cli(lambda: experiment.main(experiment.Args(Path("x.toml"))))
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun(folder):
+    """Trainings and evaluations in two processes each; the experiment killed on the way, which
+    reaches the workers behind torchrun: they save, and the next start goes on from there."""
+    for arm in ("rope", "rove"):
+        edit(f"{arm}.toml", "max_steps = 6", "max_steps = 400")
+        edit(f"{arm}.toml", "checkpoint_interval = 3", "checkpoint_interval = 400")
+        edit(f"{arm}.toml", "eval_interval = 3", "eval_interval = 400")
+    first = subprocess.Popen([sys.executable, "-c", TWO_GPUS], stdout=subprocess.DEVNULL)
+    run_dir = Path("runs/tiny/rope-seed1")
+    end = time.monotonic() + 300
+    while time.monotonic() < end:
+        path = run_dir / "metrics.jsonl"
+        if path.is_file() and "train/loss" in path.read_text():
+            break
+        time.sleep(0.05)
+    first.kill()
+    first.wait()
+    if sys.platform == "linux":
+        with only_one(Path("runs/tiny")):  # waits
+            assert "by SIGTERM" in (run_dir / "PREEMPTED").read_text()
+        assert 0 < read_meta(resolve_step_dir(run_dir))["step"] < 400
+    done = subprocess.run([sys.executable, "-c", TWO_GPUS], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    command = "$ python -m torch.distributed.run --standalone --nproc_per_node=2"
+    assert done.stdout.count(command) == 4  # two trainings, two evaluations
+    assert "resume: goes on at step" in done.stdout
+    for arm in ("rope", "rove"):
+        facts = json.loads(Path(f"runs/tiny/{arm}-seed1/meta.json").read_text())
+        assert facts["world_size"] == 2
+        assert Path(f"runs/tiny/{arm}-seed1/eval/perplexity.json").is_file()
+    starts = json.loads(Path("runs/tiny/experiment.json").read_text())["starts"]
+    assert {start["processes"] for start in starts.values()} == {2}
+
+
+@pytest.mark.slow
+def test_the_report_goes_to_wandb(folder, capfd, monkeypatch):
+    """Offline, the real file read back: a run of its own in the experiment's group, with the page,
+    the figures and the tables."""
+    monkeypatch.setenv("HOME", str(folder))
+    Path("runs/tiny").mkdir(parents=True)
+    Path("runs/tiny/report.html").write_text("<h1>Tiny</h1>")
+    shutil.copy(REPO / "docs" / "figures" / "demo_perplexity.png", "runs/tiny/perplexity.png")
+    Path("runs/tiny/perplexity.csv").write_text("arm,length,ppl\nrope,8,90.5\nrove,8,\n")
+    command = [sys.executable, "-m", "scripts.log_report", "runs/tiny", "--project", "p"]
+    subprocess.run([*command, "--group", "tiny", "--mode", "offline"], check=True, timeout=120)
+    (path,) = Path("runs/tiny/wandb").glob("offline-run-*/run-*.wandb")
+    records = wandb_records(path)
+    (started,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+    assert (started.run_group, started.job_type, started.project) == ("tiny", "report", "p")
+    assert started.display_name == "tiny/report"
+    (row,) = history(records)
+    assert row["report._type"] == "html-file" if "report._type" in row else row["report"]
+    media = {p.suffix: p for p in path.parent.joinpath("files/media").rglob("*") if p.is_file()}
+    assert media[".png"].read_bytes() == Path("runs/tiny/perplexity.png").read_bytes()
+    assert "<h1>Tiny</h1>" in media[".html"].read_text()
+    table = json.loads(media[".json"].read_text())
+    assert table["columns"] == ["arm", "length", "ppl"]
+    assert table["data"] == [["rope", 8.0, 90.5], ["rove", 8.0, None]]
+    assert json.loads(Path("runs/tiny/wandb/report.json").read_text())["id"] == started.run_id
+
+
+def test_wandb_is_asked_for_by_the_configs(folder, capsys):
+    main(Args(Path("x.toml"), dry_run=True))
+    assert "log_report" not in capsys.readouterr().out
+    for arm in ("rope", "rove"):
+        edit(f"{arm}.toml", 'wandb = "disabled"', 'wandb = "offline"')
+    main(Args(Path("x.toml"), dry_run=True))
+    assert (
+        "$ python -m scripts.log_report runs/tiny --project nanorove --group tiny --mode offline\n"
+        in capsys.readouterr().out
+    )
