@@ -1,25 +1,39 @@
-"""What finished runs left behind, read and compared: the numbers that a report is made of."""
+"""What finished runs left behind, read and compared: the numbers that a report is made of.
+
+`read_run` and `make_arms` read folders, `numbers` makes one long table of all that a run's result
+files say, and `effect` compares two arms in one line of it, paired by seed.
+"""
 
 import json
+import re
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nanorove import stats
 from nanorove.config import flatten
 from nanorove.errors import UserError
+from nanorove.ruler_metrics import CATEGORIES, MEASURES, TASKS
 
-POS_EMB = {"rope": "RoPE", "rove": "RoVE", "learned": "Learned", "none": "No positions"}
+POS_EMB = {
+    "rope": "RoPE",
+    "rove": "RoVE",
+    "rove_no_inverse": "RoVE without inverse",
+    "learned": "Learned",
+    "none": "No positions",
+}
+PAPER_CATEGORIES = ("cwe", "niah", "qa", "vt")  # of RULER, in the RoVE paper's table
+EVALUATIONS = ("perplexity", "perplexity_packed", "ruler", "hellaswag")  # and eval/core*.json
 
 
 @dataclass
 class Run:
-    """One run folder, read. `name_runs` gives the labels when all runs are known."""
+    """One run folder, read. `make_arms` sets arm and twin when all runs are known."""
 
     path: Path
     config: dict[str, Any]
@@ -28,11 +42,9 @@ class Run:
     meta: dict[str, Any]
     checkpoint: dict[str, Any]
     """meta.json of the last checkpoint."""
-    perplexity: dict[str, Any] | None
+    evaluations: dict[str, dict[str, Any]]
+    """The result files by name: perplexity, ruler, core, ..."""
     samples: list[dict[str, str]]
-    label: str = ""
-    twin: int = 0
-    """How many of the runs before this one have the same pos_emb."""
 
     @property
     def pos_emb(self) -> str:
@@ -43,21 +55,34 @@ class Run:
         return self.config.get("seed")
 
     @property
+    def name(self) -> str:
+        return str(self.config.get("run_name", self.path.name))
+
+    @property
     def context(self) -> int:
         """The length it was trained at, in tokens."""
         model = self.config["model"]
         return int(model["block_size"] * model.get("yarn_factor", 1))
 
     @property
-    def unit(self) -> str:
-        """What a token is."""
-        tokenizer = self.checkpoint.get("data", {}).get("tokenizer", {}).get("name")
-        return "byte" if tokenizer == "bytes" else "token"
+    def tokenizer(self) -> str | None:
+        return self.checkpoint.get("data", {}).get("tokenizer", {}).get("name")
 
     @property
-    def arm(self) -> dict[str, Any]:
-        """The settings but for the seed: runs of one arm repeat each other."""
-        return {k: v for k, v in flatten(self.config).items() if k not in ("run_name", "seed")}
+    def unit(self) -> str:
+        """What a token is."""
+        return "byte" if self.tokenizer == "bytes" else "token"
+
+    @property
+    def derived_from(self) -> str | None:
+        """The pos_emb that the weights were trained with, if this run is only an evaluation."""
+        return self.meta.get("derived_from", {}).get("pos_emb")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All but name and seed: runs with equal ones repeat each other."""
+        flat = {k: v for k, v in flatten(self.config).items() if k not in ("run_name", "seed")}
+        return flat | {"weights trained with": self.derived_from or self.pos_emb}
 
     @property
     def revision(self) -> str:
@@ -82,14 +107,23 @@ class Run:
         steps, values = zip(*points, strict=True) if points else ((), ())
         return np.array(steps, dtype=int), np.array(values, dtype=float)
 
+    def last(self, key: str) -> Any:
+        """The last value of a metric; None if there is none."""
+        return next((m[key] for m in reversed(self.metrics) if key in m), None)
+
     @cached_property
-    def entries(self) -> dict[tuple[str, str, int], dict[str, Any]]:
-        """Perplexity results by (quantity, yarn, length)."""
-        results = self.perplexity["results"] if self.perplexity else []
-        return {(r["quantity"], r["yarn"], r["length"]): r for r in results}
-
-
-Pair = tuple[Run, Run]  # (first, second): the second is compared with the first
+    def numbers(self) -> "dict[Key, Number]":
+        """Everything the run's files say, as one table."""
+        found = training_numbers(self)
+        for name, record in self.evaluations.items():
+            try:
+                found |= READERS[record.get("evaluation", "perplexity")](name, record)
+            except (KeyError, TypeError, IndexError, AttributeError) as error:
+                raise UserError(
+                    f"{self.path / 'eval' / name}.json: not what this version writes ({error!r});"
+                    " evaluate again"
+                ) from None
+        return found
 
 
 def read_run(path: Path) -> Run:
@@ -105,20 +139,32 @@ def read_run(path: Path) -> Run:
     pointer = path / "ckpt" / "last"
     step_dir = path / "ckpt" / pointer.read_text().strip() if pointer.is_file() else path / "ckpt"
     checkpoint = read_json(step_dir / "meta.json") or {}
-    perplexity = read_json(path / "eval" / "perplexity.json")
     weights = checkpoint.get("files", {}).get("model.safetensors", {}).get("sha256")
-    if perplexity and weights and perplexity.get("model_sha256") != weights:
-        raise UserError(
-            f"{path / 'eval' / 'perplexity.json'}: of other weights than the run's last step"
-            f" ({step_dir.name}) has; evaluate again: python -m scripts.eval_perplexity {path}"
-        )
+    # a step folder's results lie there too, and are not the run's
+    cores = sorted(p.stem for p in (path / "eval").glob("core*.json") if "_step_" not in p.stem)
+    evaluations = {}
+    for name in (*EVALUATIONS, *cores):
+        file = path / "eval" / f"{name}.json"
+        record = read_json(file)
+        if record is None:
+            continue
+        if weights and record.get("model_sha256") != weights:
+            script = f"eval_{record.get('evaluation', 'perplexity')}"
+            raise UserError(
+                f"{file}: of other weights than the run's last step ({step_dir.name}) has;"
+                f" evaluate again: python -m scripts.{script} {path}"
+            )
+        used = record.get("config", config)["model"]["pos_emb"]
+        if used != config["model"]["pos_emb"]:
+            raise UserError(f"{file}: of positions {used!r}, not the run's; evaluate again")
+        evaluations[name] = record
     return Run(
         path=path,
         config=config,
         metrics=read_metrics(path / "metrics.jsonl"),
         meta=read_json(path / "meta.json") or {},
         checkpoint=checkpoint,
-        perplexity=perplexity,
+        evaluations=evaluations,
         samples=read_json(path / "eval" / "samples.json") or [],
     )
 
@@ -149,15 +195,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def differing_keys(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """{"model.pos_emb": ["rope", "rove"]}: the settings and circumstances in which runs differ, but
-    for the name."""
-    flats = [flatten(run.config) | run.circumstances for run in runs]
-    keys = dict.fromkeys(key for flat in flats for key in flat if key != "run_name")
-    rows = {key: [flat.get(key) for flat in flats] for key in keys}
-    return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
-
-
 def check_comparable(runs: Sequence[Run]) -> None:
     """Raise UserError, naming both, for two runs of other data or of unequal numbers of steps."""
     first = runs[0]
@@ -177,85 +214,411 @@ def check_comparable(runs: Sequence[Run]) -> None:
             )
 
 
-def name_runs(runs: Sequence[Run]) -> None:
-    """Give each run the shortest label that no other of them has."""
-    labels = [
-        lambda run: POS_EMB[run.pos_emb],
-        lambda run: f"{POS_EMB[run.pos_emb]}, seed {run.seed}",
-        lambda run: str(run.config.get("run_name", run.path.name)),
-        lambda run: str(run.path),
-    ]
-    label = next((f for f in labels if len({f(r) for r in runs}) == len(runs)), labels[-1])
-    for i, run in enumerate(runs):
-        run.label = label(run)
-        run.twin = sum(other.pos_emb == run.pos_emb for other in runs[:i])
-
-
-def pair_up(runs: Sequence[Run]) -> list[Pair]:
-    """(first, second) for every comparison: each run with the baseline's run of the same seed.
-
-    The baseline is the first run and those that differ from it in the seed alone. Where none has
-    the seed it is the first run, and only what does not depend on the seed can be paired.
-    """
-    baseline = [run for run in runs if run.arm == runs[0].arm]
-    others = [run for run in runs if run.arm != runs[0].arm] or baseline[1:]
-    same_seed = {run.seed: run for run in reversed(baseline) if run not in others}
-    return [(same_seed.get(run.seed, runs[0]), run) for run in others]
-
-
 # -----------------------------------------------------------------------------
-# the comparison
+# arms
+
+
+@dataclass
+class Arm:
+    """Runs that differ in the seed alone."""
+
+    runs: list[Run]
+    label: str = ""
+    twin: int = 0
+    """How many of the arms before this one have the same pos_emb."""
+
+    @property
+    def pos_emb(self) -> str:
+        return self.runs[0].pos_emb
+
+    @property
+    def name(self) -> str:
+        """The run's, without the seed that an experiment puts behind it."""
+        return re.sub(r"-seed\d+$", "", self.runs[0].name)
+
+    @property
+    def seeds(self) -> list[int | None]:
+        return [run.seed for run in self.runs]
+
+    def values(self, key: "Key") -> list[float]:
+        """(seeds,) of a number, of those runs that have it."""
+        found = [run.numbers[key].value for run in self.runs if key in run.numbers]
+        return [value for value in found if value is not None]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table: a YaRN setting and a length, with all runs and all pairs."""
+class Comparison:
+    """The second arm against the first, which is the baseline."""
 
-    quantity: str
-    yarn: str
-    length: int
-    entries: list[dict[str, Any] | None]
-    """Per run its result; None where that was not evaluated."""
-    paired: list[stats.Paired | None]
-    """Per pair second minus first, in nats; None where one of the two has no number."""
+    first: Arm
+    second: Arm
+    pairs: list[tuple[Run, Run]]
+    """Of equal seeds; if there are none, the first run of each, whose seeds then differ."""
+
+    @property
+    def same_seeds(self) -> bool:
+        return all(a.seed == b.seed for a, b in self.pairs)
 
 
-def make_rows(runs: Sequence[Run], pairs: Sequence[Pair]) -> list[Row]:
-    """The table, in the order in which the evaluation was asked for.
+def make_arms(runs: Sequence[Run]) -> list[Arm]:
+    """Group runs into arms, in the order in which they come, and give each a short label.
 
-    Raises UserError if runs were evaluated on different documents or tokens.
+    A run with the settings and the seed of another one repeats it, and makes an arm of its own.
     """
-    keys = dict.fromkeys(key for run in runs for key in run.entries)
-    return [
-        Row(*key, [r.entries.get(key) for r in runs], [_compare(a, b, key) for a, b in pairs])
-        for key in keys
-    ]
-
-
-def _compare(first: Run, second: Run, key: tuple[str, str, int]) -> stats.Paired | None:
-    a, b = first.entries.get(key), second.entries.get(key)
-    if not a or not b or a["nll"] is None or b["nll"] is None:
-        return None
-    try:
-        dtypes = first.perplexity["dtype"], second.perplexity["dtype"]
-        if dtypes[0] != dtypes[1]:  # modded-nanogpt#133
-            raise ValueError(f"one was evaluated in {dtypes[0]}, the other in {dtypes[1]}")
-        steps = first.perplexity["step"], second.perplexity["step"]
-        if steps[0] != steps[1]:
-            raise ValueError(f"one was evaluated at step {steps[0]}, the other at {steps[1]}")
-        if a["counts"] != b["counts"]:
-            raise ValueError("different numbers of tokens were scored")
-        return stats.paired_difference(
-            a["sums"],
-            b["sums"],
-            a["counts"],
-            first_documents=[s["sha256"] for s in first.perplexity["segments"]],
-            second_documents=[s["sha256"] for s in second.perplexity["segments"]],
+    arms: list[Arm] = []
+    for run in runs:
+        fitting = (
+            a for a in arms if a.runs[0].settings == run.settings and run.seed not in a.seeds
         )
+        arm = next(fitting, None)
+        if arm is None:
+            arm = Arm([], twin=sum(a.pos_emb == run.pos_emb for a in arms))
+            arms.append(arm)
+        arm.runs.append(run)
+    for arm in arms:
+        arm.label = _label(arm, arms)
+    if len({arm.label for arm in arms}) < len(arms):
+        for arm in arms:
+            arm.label = arm.name
+    if len({arm.label for arm in arms}) < len(arms):
+        for arm in arms:
+            arm.label = str(arm.runs[0].path)
+    return arms
+
+
+def _label(arm: Arm, arms: Sequence[Arm]) -> str:
+    """ "RoVE"; of a later arm of the same kind, "RoVE, rope_base 500000"."""
+    run = arm.runs[0]
+    word = POS_EMB[run.pos_emb]
+    if run.derived_from:
+        return f"{POS_EMB[run.derived_from]} evaluated as {word}"
+    earlier = next(a for a in arms if a.pos_emb == run.pos_emb and not a.runs[0].derived_from)
+    other = earlier.runs[0].settings
+    changed = [
+        f"{key.split('.')[-1]} {f'{value:g}' if isinstance(value, float) else value}"
+        for key, value in run.settings.items()
+        if other.get(key) != value
+    ]
+    return ", ".join([word, *changed]) if len(changed) <= 2 else arm.name
+
+
+def compare_arms(arms: Sequence[Arm]) -> list[Comparison]:
+    """Every arm against the first."""
+    first, *others = arms
+    by_seed = {run.seed: run for run in first.runs}
+    found = []
+    for arm in others:
+        pairs = [(by_seed[run.seed], run) for run in arm.runs if run.seed in by_seed]
+        found.append(Comparison(first, arm, pairs or [(first.runs[0], arm.runs[0])]))
+    return found
+
+
+def differing_keys(arms: Sequence[Arm]) -> dict[str, list[str]]:
+    """{"model.pos_emb": ["rope", "rove"]}: per arm the values of its runs, for the settings and
+    circumstances in which arms differ, or runs of an arm; not the name, and not the seed if all
+    arms have the same ones."""
+    flats = [
+        [run.settings | run.circumstances | {"seed": run.seed} for run in arm.runs] for arm in arms
+    ]
+    keys = dict.fromkeys(key for arm in flats for flat in arm for key in flat)
+    table = {}
+    for key in keys:
+        cells = [list(dict.fromkeys(str(flat.get(key)) for flat in arm)) for arm in flats]
+        same_seeds = key == "seed" and len({tuple(cell) for cell in cells}) == 1
+        if len({value for cell in cells for value in cell}) > 1 and not same_seeds:
+            table[key] = [", ".join(cell) for cell in cells]
+    if not any(arm.runs[0].derived_from for arm in arms):
+        table.pop("weights trained with", None)
+    return table
+
+
+# -----------------------------------------------------------------------------
+# numbers
+
+
+class Key(NamedTuple):
+    """What a number is, the same for all runs."""
+
+    evaluation: str
+    """perplexity, perplexity_packed, ruler, core, hellaswag, training."""
+    quantity: str
+    yarn: str = ""
+    length: int | None = None
+    task: str = ""
+    """Of RULER and CORE; of losses by position the bin."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A value and what it was taken over."""
+
+    value: float | None
+    n: int | None = None
+    """Tokens, samples or items."""
+    reason: str = ""
+    """Why there is no value."""
+    sums: np.ndarray | None = None
+    """Of documents: (D,) summed NLL, with `counts` (D,)."""
+    counts: np.ndarray | None = None
+    items: Mapping[str, np.ndarray] | None = None
+    """Of a benchmark: per task (n,) values, with `weights` (None: one task)."""
+    weights: Mapping[str, float] | None = None
+    basis: dict[str, Any] = field(default_factory=dict)
+    """What must be the same for two numbers to be compared; `names` of the documents or items."""
+
+
+def training_numbers(run: Run) -> dict[Key, Number]:
+    """What metrics.jsonl says at its end."""
+    found = {}
+    tokens = run.config.get("train", {}).get("val_tokens")
+    if (loss := run.last("val/loss")) is not None:
+        found[Key("training", "validation loss")] = Number(loss, tokens)
+    context = run.context
+    for place, loss in (run.last("val/loss_by_position") or {}).items():
+        first, _, end = place.partition("-")
+        share = (int(end or first) - int(first) + 1) / context
+        key = Key("training", "validation loss by position", "", None, place)
+        found[key] = Number(loss, round(tokens * share) if tokens else None)
+    for quantity, key, reduce in (
+        ("tokens per second", "perf/tokens_per_s", np.median),
+        ("milliseconds per step", "perf/step_ms", np.median),
+        ("peak memory, GiB", "mem/peak_gib", np.max),
+    ):
+        values = run.series(key)[1]
+        if len(values):
+            found[Key("training", quantity)] = Number(float(reduce(values)), len(values))
+    return found
+
+
+def _basis(record: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """modded-nanogpt#133: another dtype is another model."""
+    return {"dtype": record["dtype"], "step": record["step"], **more}
+
+
+def perplexity_numbers(name: str, record: dict[str, Any]) -> dict[Key, Number]:
+    """Nats per token by quantity, YaRN setting and length, and by position."""
+    found = {}
+    basis = _basis(record, documents=[s["sha256"] for s in record["segments"]])
+    for r in record["results"]:
+        key = Key(name, r["quantity"], r["yarn"], r["length"])
+        if r["nll"] is None:
+            found[key] = Number(None, reason=r["reason"])
+            continue
+        sums, counts = np.array(r["sums"]), np.array(r["counts"])
+        found[key] = Number(r["nll"], r["tokens"], sums=sums, counts=counts, basis=basis)
+        if r.get("bits_per_byte") is not None:
+            key = key._replace(quantity=f"{r['quantity']} bits per byte")
+            found[key] = Number(r["bits_per_byte"], r["tokens"])
+    for r in record.get("curve", ()):
+        if r["nll"] is None:
+            continue
+        sums, D = np.array(r["sums"]), len(r["sums"])
+        edges = zip(r["edges"], r["edges"][1:], strict=False)
+        for b, ((low, high), nll, n) in enumerate(zip(edges, r["nll"], r["counts"], strict=True)):
+            key = Key(name, "curve", r["yarn"], r["length"], f"{max(low, 1)}-{high - 1}")
+            counts = np.full(D, n)
+            found[key] = Number(nll, D * n, sums=sums[:, b], counts=counts, basis=basis)
+    return found
+
+
+def ruler_numbers(name: str, record: dict[str, Any]) -> dict[Key, Number]:
+    """Nats per answer token by task, by category, on average at each length and over all lengths,
+    which is the mean of the lengths'; and RULER's other measures by task."""
+    found: dict[Key, Number] = {}
+    samples: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for s in record["samples"]:
+        samples.setdefault((s["yarn"], s["length"], s["task"]), []).append(s)
+    data = {(f["length"], f["task"]): f["sha256"] for f in record["data"]["files"]}
+    lengths = {r["length"] for r in record["results"]}
+    averages: dict[tuple[str, str], list[Number]] = {}
+    for r in record["results"]:
+        yarn, length = r["yarn"], r["length"]
+        if "tasks" not in r:
+            found[Key(name, "average nll", yarn, length)] = Number(None, reason=r["reason"])
+            continue
+        tasks: dict[str, Number] = {}
+        for task, row in r["tasks"].items():
+            for measure in MEASURES:
+                if row.get(measure) is not None:
+                    key = Key(name, measure, yarn, length, task)
+                    found[key] = Number(row[measure], row["scored"])
+            if row["nll"] is None:
+                continue
+            scored = [s for s in samples[yarn, length, task] if s["nll"] is not None]
+            what = f"{length} {task}"
+            tasks[task] = Number(
+                row["nll"],
+                len(scored),
+                items={what: np.array([s["nll"] / s["tokens"] for s in scored])},
+                basis=_basis(
+                    record,
+                    data={what: data[length, task]},
+                    settings={"limit": record["settings"]["limit"]},
+                    items={what: [str(s["index"]) for s in scored]},
+                ),
+            )
+            found[Key(name, "nll", yarn, length, task)] = tasks[task]
+        groups = {c: [tasks[t] for t in members if t in tasks] for c, members in CATEGORIES.items()}
+        categories = {c: mean_number(parts) for c, parts in groups.items() if parts}
+        for category, number in categories.items():
+            found[Key(name, "category nll", yarn, length, category)] = number
+        if categories:
+            number = mean_number([tasks[task] for task in TASKS if task in tasks])
+            found[Key(name, "average nll", yarn, length)] = number
+            averages.setdefault(("average nll", yarn), []).append(number)
+        if all(len(groups[c]) == len(CATEGORIES[c]) for c in PAPER_CATEGORIES):
+            number = mean_number([categories[c] for c in PAPER_CATEGORIES])
+            averages.setdefault(("four categories nll", yarn), []).append(number)
+    for (quantity, yarn), parts in averages.items():
+        if len(parts) == len(lengths):
+            found[Key(name, quantity, yarn, task="all lengths")] = mean_number(parts)
+    return found
+
+
+def mean_number(parts: Sequence[Number]) -> Number:
+    """Of numbers over items: each part counts the same, however many tasks and items it has."""
+    items = {task: values for part in parts for task, values in part.items.items()}
+    weights = {
+        task: weight / len(parts)
+        for part in parts
+        for task, weight in (part.weights or dict.fromkeys(part.items, 1.0)).items()
+    }
+    basis = dict(parts[0].basis)
+    for what in ("data", "items"):
+        basis[what] = {task: v for part in parts for task, v in part.basis[what].items()}
+    value = float(np.mean([part.value for part in parts]))
+    return Number(value, sum(part.n for part in parts), items=items, weights=weights, basis=basis)
+
+
+def core_numbers(name: str, record: dict[str, Any]) -> dict[Key, Number]:
+    """CORE (or what the result calls itself) with baselines v1 and v2, and its tasks."""
+    found, result, tasks = {}, record["results"], record["tasks"]
+    length = record["settings"]["max_length"]
+    yarn = record["settings"]["yarn_factor"]
+    yarn = "" if yarn is None else f"{yarn:g}"
+    items = {t["task"]: np.array(t["per_item"]["correct"], dtype=float) for t in tasks}
+    lines = {t["task"]: [str(line) for line in t["per_item"]["line"]] for t in tasks}
+    files = {t["task"]: t["file_sha256"] for t in tasks}
+    for version in ("v1", "v2"):
+        baselines = {t["task"]: t["baseline_percent"][version] / 100 for t in tasks}
+        quantity = result["name"] if version == "v1" else f"{result['name']} (baselines v2)"
+        found[Key("core", quantity, yarn, length)] = Number(
+            result[version],
+            record["counts"]["items"],
+            items=items,
+            weights=stats.core_weights(baselines),
+            basis=_basis(record, data=files, items=lines, settings=record["settings"]),
+        )
+    for t in tasks:
+        task, n = t["task"], t["items"]
+        basis = _basis(record, data=files[task], items={task: lines[task]})
+        basis["settings"] = record["settings"] | {"tasks": None}
+        weights = stats.core_weights({task: t["baseline_percent"]["v1"] / 100})
+        for quantity, value, weight in (
+            ("centered", t["centered"]["v1"], weights),
+            ("accuracy", t["accuracy"], {task: 1.0}),
+        ):
+            key = Key("core", f"{result['name']} {quantity}", yarn, length, task)
+            found[key] = Number(value, n, items={task: items[task]}, weights=weight, basis=basis)
+    return found
+
+
+def hellaswag_numbers(name: str, record: dict[str, Any]) -> dict[Key, Number]:
+    """acc and acc_norm."""
+    found = {}
+    rows, settings = record["items"], record["settings"]
+    basis = _basis(record, data=record["data"]["sha256"], settings=settings)
+    basis["items"] = {name: [str(row["index"]) for row in rows]}
+    for quantity, choice in (("acc", "choice"), ("acc_norm", "choice_norm")):
+        right = np.array([row[choice] == row["label"] for row in rows], dtype=float)
+        number = Number(record[quantity], len(rows), items={name: right}, basis=basis)
+        found[Key(name, quantity)] = number
+    return found
+
+
+READERS = {
+    "perplexity": perplexity_numbers,
+    "ruler": ruler_numbers,
+    "core": core_numbers,
+    "hellaswag": hellaswag_numbers,
+}
+
+
+# -----------------------------------------------------------------------------
+# two arms
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Second minus first: in nats, or in the points of a benchmark."""
+
+    per_seed: tuple[stats.Paired | float, ...]
+    seeds: tuple[int | None, ...]
+    interval: stats.Interval
+    """95 %: over seeds; of one seed over documents or items. Not corrected for being one of many:
+    `stats.judge` does that for what is claimed."""
+    told: bool
+    """Does the interval exclude zero? Of one seed the sign-flip test must say so, too."""
+
+
+def effect(comparison: Comparison, key: Key) -> Effect | None:
+    """What the second arm changes in one number; None if no pair of runs has it.
+
+    Raises UserError if two runs were evaluated on different documents or items, or differently.
+    """
+    found = []
+    for first, second in comparison.pairs:
+        paired = compare_runs(first, second, key)
+        if paired is not None:
+            found.append((second.seed, paired))
+    if not found:
+        return None
+    seeds, per_seed = zip(*found, strict=True)
+    values = [p.difference.value if isinstance(p, stats.Paired) else p for p in per_seed]
+    if len(values) > 1:
+        interval = stats.seed_interval(values)
+        return Effect(per_seed, seeds, interval, interval.excludes_zero)
+    if isinstance(per_seed[0], stats.Paired):
+        return Effect(per_seed, seeds, per_seed[0].difference, per_seed[0].told)
+    return Effect(per_seed, seeds, stats.Interval(values[0], -np.inf, np.inf), False)
+
+
+def compare_runs(first: Run, second: Run, key: Key) -> stats.Paired | float | None:
+    """Second minus first; None where one of the two has no value, or nothing can be paired."""
+    a, b = first.numbers.get(key), second.numbers.get(key)
+    if a is None or b is None or a.value is None or b.value is None:
+        return None
+    if key.evaluation == "training":  # seconds of two trainings are not paired
+        comparable = key.quantity.startswith("validation") and first.seed == second.seed
+        return b.value - a.value if comparable else None
+    try:
+        for what in ("dtype", "step"):
+            x, y = a.basis.get(what), b.basis.get(what)
+            if x != y:
+                at, of = ("at step", "at") if what == "step" else ("in", "in")
+                raise ValueError(f"one was evaluated {at} {x}, the other {of} {y}")
+        for what in ("data", "settings"):  # both None for perplexity, whose documents say it all
+            if a.basis.get(what) != b.basis.get(what):
+                raise ValueError(f"{key.evaluation} with other {what}")
+        if a.sums is not None:
+            if not np.array_equal(a.counts, b.counts):
+                raise ValueError("different numbers of tokens were scored")
+            names = {"first_documents": a.basis["documents"]}
+            names["second_documents"] = b.basis["documents"]
+            return stats.paired_difference(a.sums, b.sums, a.counts, **names)
+        if a.items is None:
+            return None
+        # of the same data a model may be unable to take a sample, which then has no partner; and
+        # one item has no spread
+        single = any(len(values) < 2 for values in a.items.values())
+        if single or a.basis["items"] != b.basis["items"]:
+            return None
+        names = {"first_items": a.basis["items"], "second_items": b.basis["items"]}
+        return stats.paired_items(a.items, b.items, weights=a.weights, **names)
     except ValueError as error:
         raise UserError(
-            f"{first.path} and {second.path}: {error}; evaluate both with the same --lengths,"
-            " --documents, --data and --dtype, at the same step"
+            f"{first.path} and {second.path}: {error}; evaluate both with the same data, options"
+            " and --dtype, at the same step"
         ) from None
 
 
