@@ -26,9 +26,8 @@ from nanorove.checkpoint import load_model, read_meta, resolve_step_dir
 from nanorove.config import config_from_dict
 from nanorove.distributed import DistInfo
 from nanorove.errors import UserError
-from nanorove.files import sha256_file, write_text_atomic
+from nanorove.files import read_json, sha256_file, write_text_atomic
 from nanorove.hf import RUN_JSON, from_hf_config, load_hf
-from nanorove.results import read_json
 from nanorove.runlog import git_state, versions
 from nanorove.scoring import MAX_TOKENS, Scored, Span, batches, score
 

@@ -1,10 +1,13 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, and JSON."""
 
 import hashlib
+import json
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+from nanorove.errors import UserError
 
 
 def fsync_dir(path: Path) -> None:
@@ -41,3 +44,13 @@ def sha256_file(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, None if there is no such file; UserError if it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); delete it and make it again") from None

@@ -18,6 +18,7 @@ import numpy as np
 from nanorove import stats
 from nanorove.config import flatten
 from nanorove.errors import UserError
+from nanorove.files import read_json
 from nanorove.ruler_metrics import CATEGORIES, MEASURES, TASKS
 
 POS_EMB = {
@@ -167,16 +168,6 @@ def read_run(path: Path) -> Run:
         evaluations=evaluations,
         samples=read_json(path / "eval" / "samples.json") or [],
     )
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file, None if there is no such file; UserError if it is damaged."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); delete it and make it again") from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

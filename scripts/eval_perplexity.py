@@ -27,9 +27,8 @@ from nanorove import stats
 from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
 from nanorove.evaluation import Subject, finish, header, open_subject, resumable
-from nanorove.files import sha256_file
+from nanorove.files import read_json, sha256_file
 from nanorove.hf import RUN_JSON
-from nanorove.results import read_json
 from nanorove.scoring import Span, batches, score
 
 K_MAX = 256  # tokens scored at the end of a segment: the stride of YaRN's evaluation

@@ -32,9 +32,9 @@ from nanorove import perf
 from nanorove.checkpoint import read_meta, resolve_step_dir
 from nanorove.config import Config, config_differences, config_from_dict, load_config
 from nanorove.errors import UserError, run_cli
-from nanorove.files import sha256_file, write_text_atomic
+from nanorove.files import read_json, sha256_file, write_text_atomic
 from nanorove.guards import StopSignal
-from nanorove.results import read_json, read_metrics
+from nanorove.results import read_metrics
 from scripts import provenance
 from scripts.eval_perplexity import parse_lengths, parse_yarn
 from scripts.jobs import Job, Slots, make_slots, only_one, run_jobs, visible_gpus

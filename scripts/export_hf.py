@@ -26,9 +26,9 @@ from data.tokenizer import (
 from model import GPT, GPTConfig
 from nanorove.checkpoint import load_model, resolve_step_dir
 from nanorove.errors import UserError, run_cli
-from nanorove.files import sha256_file
+from nanorove.files import read_json, sha256_file
 from nanorove.hf import RUN_JSON, code_files, to_hf_config, to_hf_state
-from nanorove.results import POS_EMB, read_json, yarn_words
+from nanorove.results import POS_EMB, yarn_words
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from data.tokenizer import get_tokenizer
 from nanorove.checkpoint import save_checkpoint
 from nanorove.config import Config, config_from_dict, config_to_toml, load_config_file
 from nanorove.errors import UserError, run_cli
-from nanorove.files import write_text_atomic
+from nanorove.files import read_json, write_text_atomic
 from nanorove.hf import RUN_JSON, load_hf
-from nanorove.results import read_json
 from nanorove.runlog import git_state, versions
 
 
