@@ -1,5 +1,6 @@
 """Bad input ends in one clear line, not in a traceback."""
 
+import errno
 import os
 import sys
 import time
@@ -29,13 +30,15 @@ def run_cli(main: Callable[[], object]) -> None:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
     except (UserError, SystemExit, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if isinstance(error, OSError) and error.filename is None and not full:
             raise  # no file of the user's: a fault of ours
         if int(os.environ.get("RANK", 0)) > 0:
             time.sleep(10)
         if isinstance(error, SystemExit):
             raise
         if isinstance(error, OSError):
-            error = f"{error.filename}: {error.strerror}"
+            where = "" if error.filename is None else f"{error.filename}: "
+            error = where + error.strerror + ("; make room and run it again" if full else "")
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

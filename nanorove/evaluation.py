@@ -7,6 +7,7 @@ of processes; each unit is computed by one process, so the results are the same 
 
 import base64
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -180,6 +181,45 @@ def _identity(meta: dict[str, Any], model_sha256: str) -> dict[str, Any]:
 # -----------------------------------------------------------------------------
 # the result file
 
+_locks: dict[Path, Any] = {}  # open files: a lock ends when its file is closed
+
+
+def open_output(
+    subject: Subject, name: str, out: Path | None, *, info: DistInfo, limit: int | None = None
+) -> tuple[Path, Path]:
+    """(result file, journal), before anything is computed; on disk there is the journal then.
+
+    out: where the user wants it; None is subject.result_path(name), with `limit` in its name, so
+    that a quick look does not replace a whole result. Raises UserError, on every rank, for a place
+    that cannot be written and while another evaluation writes it.
+    """
+    if limit is not None:
+        name = f"{name}_limit_{limit}"
+    path = out or subject.result_path(name)
+    journal = path.with_name(path.name + ".journal")
+
+    def claim() -> None:
+        if path.exists() and not path.is_file():
+            raise UserError(f"--out {path}: there, and no file; name one that can be replaced")
+        try:
+            if journal in _locks:  # closing it later would give up the new lock as well
+                _locks.pop(journal).close()
+            journal.mkdir(parents=True, exist_ok=True)
+            file = (journal / "lock").open("w")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written there: {error.strerror}") from None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.close()
+            raise UserError(f"{path}: another evaluation is writing it; wait for it") from None
+        except OSError as error:  # some network file systems have no locks
+            print(f"lock: {journal}: {error.strerror}; nothing stops a second evaluation of this")
+        _locks[journal] = file
+
+    info.from_rank0(claim)
+    return path, journal
+
 
 def header(evaluation: str, subject: Subject, info: DistInfo, dtype: str) -> dict[str, Any]:
     """The beginning of a result file: of what, by what, on what."""
@@ -205,10 +245,12 @@ def finish(out: Path, record: dict[str, Any], journal: Path, info: DistInfo) -> 
     out.parent.mkdir(parents=True, exist_ok=True)
     record = json.loads(json.dumps(record), parse_constant=lambda name: None)
     write_text_atomic(out, json.dumps(record, indent=1) + "\n")
-    if journal.is_dir():
-        for part in journal.glob("*.jsonl"):
-            part.unlink()
+    for part in [*journal.glob("*.jsonl"), journal / "lock"]:
+        part.unlink(missing_ok=True)
+    if journal.is_dir() and not any(journal.iterdir()):
         journal.rmdir()
+    if journal in _locks:
+        _locks.pop(journal).close()
     print(f"wrote {out}")
 
 

@@ -22,11 +22,15 @@ def fsync_dir(path: Path) -> None:
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step: a reader sees the old file or the new one."""
     tmp = path.with_name(path.name + ".tmp")
-    with tmp.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(tmp, path)
+    try:
+        with tmp.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except OSError:  # a full disk, most likely
+        tmp.unlink(missing_ok=True)
+        raise
     fsync_dir(path.parent)
 
 

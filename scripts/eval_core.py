@@ -27,7 +27,7 @@ from nanorove import core_tasks
 from nanorove.core_tasks import MAX_LENGTH, TASKS, Outcome, Task, name_of
 from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
-from nanorove.evaluation import Subject, finish, header, open_subject, score_all
+from nanorove.evaluation import Subject, finish, header, open_output, open_subject, score_all
 from nanorove.files import sha256_file
 from nanorove.scoring import Span
 
@@ -102,8 +102,7 @@ def main(args: Args) -> dict[str, Any]:
     if listed is None:
         info.print0(f"note: no core.yaml in {path}, its files are taken for the public ones")
 
-    out = args.out or subject.result_path(file_name(args, len(tasks)))
-    journal = out.with_suffix(".journal")
+    out, journal = open_output(subject, file_name(args, len(tasks)), args.out, info=info)
     model = subject.load(max_len=args.max_length, yarn_factor=args.yarn_factor, device=info.device)
     results = []
     for task in tasks:

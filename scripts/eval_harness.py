@@ -26,7 +26,7 @@ from data.tokenizer import EOT_TEXT, Tokenizer, recorded_tokenizer
 from model import GPT
 from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
-from nanorove.evaluation import finish, header, open_subject, resumable, score_all
+from nanorove.evaluation import finish, header, open_output, open_subject, resumable, score_all
 from nanorove.sampling import TextStream, generate
 from nanorove.scoring import Scored, Span
 
@@ -69,11 +69,12 @@ def main(args: Args) -> dict[str, Any] | None:
             raise UserError(f"--{option.replace('_', '-')} {value}: at least {least}")
     evaluator = import_harness()
     subject = open_subject(args.run)
-    out = args.out or subject.result_path("harness_" + "_".join(names))
     tokenizer = recorded_tokenizer(subject.tokenizer, args.run)
     tasks, manager = load_tasks(names, args.include_path)
 
     info = init_distributed()
+    name = "harness_" + "_".join(names)
+    out, journal = open_output(subject, name, args.out, info=info, limit=args.limit)
     model = subject.load(max_len=args.max_length, yarn_factor=args.yarn_factor, device=info.device)
     settings = {
         "tasks": names,
@@ -85,7 +86,6 @@ def main(args: Args) -> dict[str, Any] | None:
         "bootstraps": BOOTSTRAPS,
     }
     head = header("harness", subject, info, args.dtype)
-    journal = out.with_name(out.name + ".journal")
     answers = Answers(model, tokenizer, args.dtype, info, journal, {"settings": settings} | head)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # it would fork the process that has the model
     # every rank asks all questions and hears all answers; score_all and resumable share the work

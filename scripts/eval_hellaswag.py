@@ -18,7 +18,7 @@ from data.tokenizer import recorded_tokenizer
 from nanorove import hellaswag
 from nanorove.distributed import init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
-from nanorove.evaluation import finish, header, open_subject, score_all
+from nanorove.evaluation import finish, header, open_output, open_subject, score_all
 from nanorove.files import sha256_file
 
 
@@ -46,7 +46,7 @@ def main(args: Args) -> dict[str, Any]:
         raise UserError(f"--limit {args.limit}: at least 1")
     info = init_distributed()
     subject = open_subject(args.run)
-    out = args.out or subject.result_path("hellaswag")
+    out, journal = open_output(subject, "hellaswag", args.out, info=info, limit=args.limit)
     tokenizer = recorded_tokenizer(subject.tokenizer, args.run)
     if args.data == hellaswag.PATH and not args.data.exists():
         about = {"bytes": hellaswag.BYTES, "sha256": hellaswag.SHA256}
@@ -66,7 +66,6 @@ def main(args: Args) -> dict[str, Any]:
             f" model (up to {longest}); their rows keep the end"
         )
     settings = {"limit": args.limit, "yarn_factor": model.config.yarn_factor}
-    journal = out.with_suffix(".journal")
     record = header("hellaswag", subject, info, args.dtype)
     groups = [hellaswag.spans(item, context) for item in items]
     work = dict(info=info, journal=journal, key=record | settings, label="hellaswag")

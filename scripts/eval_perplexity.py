@@ -26,7 +26,7 @@ from model import GPTConfig
 from nanorove import stats
 from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
-from nanorove.evaluation import Subject, finish, header, open_subject, resumable
+from nanorove.evaluation import Subject, finish, header, open_output, open_subject, resumable
 from nanorove.files import read_json, sha256_file
 from nanorove.hf import RUN_JSON
 from nanorove.scoring import Span, batches, score
@@ -79,7 +79,8 @@ def main(args: Args) -> dict[str, Any]:
     subject = open_subject(args.run)
     lengths = lengths or default_lengths(subject.config)
     packed = args.text == "packed_stream"
-    out = args.out or subject.result_path("perplexity_packed" if packed else "perplexity")
+    name = "perplexity_packed" if packed else "perplexity"
+    out, journal = open_output(subject, name, args.out, info=info)
 
     tokenizer = recorded_tokenizer(subject.tokenizer, subject.path)
     tokens, where, data = read_tokens(args.data, subject, tokenizer)
@@ -115,7 +116,6 @@ def main(args: Args) -> dict[str, Any]:
         "last_k": K,
         **text,
     }
-    journal = out.with_name(out.name + ".journal")
     eot = None if packed else tokenizer.eot
     sums: Sums = {}
     for factor, plan in sorted(plans.items()):

@@ -25,7 +25,7 @@ from model import GPT
 from nanorove import ruler_metrics as ruler
 from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
 from nanorove.errors import UserError, run_cli
-from nanorove.evaluation import finish, header, open_subject, resumable, score_all
+from nanorove.evaluation import finish, header, open_output, open_subject, resumable, score_all
 from nanorove.files import sha256_file
 from nanorove.sampling import generate
 from nanorove.scoring import Scored, Span
@@ -87,7 +87,7 @@ def main(args: Args) -> dict[str, Any]:
         raise UserError(f"--limit {args.limit}: at least 1")
     info = init_distributed()
     subject = open_subject(args.run)
-    out = args.out or subject.result_path("ruler")
+    out, journal = open_output(subject, "ruler", args.out, info=info, limit=args.limit)
     tokenizer = recorded_tokenizer(subject.tokenizer, args.run)
     manifest = load_manifest(args.data)
     check_tokenizer(tokenizer, manifest["tokenizer"], f"{args.data}/{MANIFEST}")
@@ -106,7 +106,6 @@ def main(args: Args) -> dict[str, Any]:
         for length in lengths
     }
     jobs = sorted({(f, length) for (_, length), f in factors.items() if isinstance(f, float)})
-    journal = out.with_suffix(".journal")
     record = header("ruler", subject, info, args.dtype)
     found: dict[tuple[float, int], dict[str, list[dict[str, Any]]]] = {}
     for factor, length in jobs:
@@ -186,8 +185,8 @@ def choose(
     files = manifest["files"]
     there = {f["length"] for f in files}, {f["task"] for f in files}
     wanted = (
-        set(parse_lengths(lengths)) if lengths else there[0],
-        {t.strip() for t in tasks.split(",")} if tasks else there[1],
+        set(parse_lengths(lengths)) if lengths is not None else there[0],
+        {t.strip() for t in tasks.split(",")} if tasks is not None else there[1],
     )
     for option, want, have in zip(("lengths", "tasks"), wanted, there, strict=True):
         if missing := sorted(want - have):

@@ -128,7 +128,16 @@ def test_a_gpus_attention_kernels_change_nothing_on_a_cpu(tiny_toml, monkeypatch
         torch.testing.assert_close(compiled, plain)
     run(tiny_toml(), "--run_name", "plain")
     monkeypatch.setattr(train, "init_distributed", lambda *args: hopper)
+    orders = set()
+    forward = GPT.forward
+
+    def watched(self, *args, **kwargs):
+        orders.add(current_order()[0])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPT, "forward", watched)
     run("tiny.toml", "--run_name", "hopper")
+    assert orders == {SDPBackend.CUDNN_ATTENTION}  # the training does ask for it
     assert hashes("hopper") == hashes("plain")
 
 

@@ -21,6 +21,11 @@ def run(body: str) -> subprocess.CompletedProcess:
         ("raise UserError('f.toml: x is 1, use 2')", 2, "error: f.toml: x is 1, use 2\n"),
         ("open('no/such/file')", 2, "error: no/such/file: No such file or directory\n"),
         ("open('/')", 2, "error: /: Is a directory\n"),
+        (
+            "raise OSError(28, 'No space left on device')",
+            2,
+            "error: No space left on device; make room and run it again\n",
+        ),
         ("raise KeyboardInterrupt", 130, "\ninterrupted\n"),
         ("raise SystemExit(7)", 7, ""),
     ],

@@ -423,7 +423,7 @@ def test_against_plain_forward_passes(save, bundle):
     undecided = [i for i, nll in enumerate(by_label["piqa"]["per_item"]["nll"]) if None in nll]
     assert sorted(by_label["piqa"]["per_item"]["line"][i] for i in undecided) == [4, 8]
     assert by_label["copa"]["per_item"]["line"] == [i + 1 for i in order(12)]
-    assert not (run / "eval" / "core.journal").exists()
+    assert not (run / "eval" / "core.json.journal").exists()
 
 
 def test_with_the_tokens_of_gpt2(save, bundle):

@@ -18,7 +18,14 @@ from model import GPT, GPTConfig
 from nanorove.checkpoint import load_model
 from nanorove.distributed import DistInfo
 from nanorove.errors import UserError
-from nanorove.evaluation import GPT2_TOKENIZER, finish, header, open_subject, resumable
+from nanorove.evaluation import (
+    GPT2_TOKENIZER,
+    finish,
+    header,
+    open_output,
+    open_subject,
+    resumable,
+)
 from nanorove.hf import to_hf_config, to_hf_state
 from scripts import export_hf, import_hf
 from tests import reference
@@ -380,3 +387,34 @@ def test_kill_9_and_another_number_of_processes(tmp_path, before, shot, after):
     assert done.returncode == 0, done.stderr
     assert f"{kept} of " in done.stdout
     assert (tmp_path / "out.json").read_bytes() == (tmp_path / "unbroken.json").read_bytes()
+
+
+def test_the_place_of_a_result_is_claimed_before_anything_is_computed(tmp_path):
+    subject = open_subject(save_run(tmp_path / "run", "rove"))
+    out, journal = open_output(subject, "core", None, info=ALONE)
+    assert out == tmp_path / "run" / "eval" / "core.json" and journal.is_dir()
+    looked, _ = open_output(subject, "core", None, info=ALONE, limit=5)
+    assert looked == out.with_name("core_limit_5.json")  # a quick look replaces nothing
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "folder", Path("/dev/null")):
+        with pytest.raises(UserError, match=f"--out {place}: there, and no file"):
+            open_output(subject, "core", place, info=ALONE)
+    assert Path("/dev/null").is_char_device()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/core.json: cannot be written there: Not a directory"):
+        open_output(subject, "core", tmp_path / "file" / "core.json", info=ALONE)
+
+    program = (
+        "import sys, torch; from pathlib import Path; from nanorove import evaluation as e\n"
+        "from nanorove.distributed import DistInfo\nfrom nanorove.errors import run_cli\n"
+        "info = DistInfo(0, 1, torch.device('cpu'))\n"
+        "run_cli(lambda: e.open_output(None, 'core', Path(sys.argv[1]), info=info))\n"
+    )
+    other = [sys.executable, "-c", program, str(out)]
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(other, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {out}: another evaluation is writing it; wait for it\n"
+    finish(out, {"a": 1}, journal, ALONE)
+    assert not journal.exists()
+    assert subprocess.run(other, env=env).returncode == 0  # it is free again

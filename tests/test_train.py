@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 
+import model as model_file
 import train
 from model import GPT
 from nanorove import checkpoint
@@ -801,11 +802,22 @@ def test_same_bits_in_another_process(tiny_toml):
 # settings that save memory, and HellaSwag on the way
 
 
-def test_saving_memory_trains_the_same(tiny_toml):
+def test_saving_memory_trains_the_same(tiny_toml, monkeypatch):
+    recomputed = []  # "the same" is also what a setting gives that nobody reads
+    block = model_file.Block.forward
+
+    def counted(self, *args, **kwargs):
+        recomputed.append(torch.is_grad_enabled())
+        return block(self, *args, **kwargs)
+
+    monkeypatch.setattr(model_file.Block, "forward", counted)
     run(tiny_toml(), "--run_name", "plain")
+    forwards = sum(recomputed)
+    recomputed.clear()
     run("tiny.toml", "--run_name", "again", "--train.activation_checkpointing", "True")
-    assert hashes("again") == hashes("plain")
+    assert hashes("again") == hashes("plain") and sum(recomputed) == 2 * forwards
     run("tiny.toml", "--run_name", "chunks", "--train.loss_chunk", "5")
+    assert hashes("chunks") != hashes("plain")  # other sums, so other last bits
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert curve("chunks", key) == pytest.approx(curve("plain", key), abs=1e-4)
     run("tiny.toml", "--run_name", "bf16", "--train.dtype", "bf16")
