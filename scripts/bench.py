@@ -191,7 +191,8 @@ def training_step(
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if pos_emb == "plain":
         model = PlainGPT(bench.config.model).to(info.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
+        fused = bench.info.device.type == "cuda"  # as nanoGPT does
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
     else:
         config = dataclasses.replace(bench.config.model, pos_emb=pos_emb)
         model = GPT(config, **how).to(info.device)
@@ -500,6 +501,7 @@ def main(args: Args) -> dict[str, Any]:
         f"{report['date']}, {device}, {report['threads']} threads, torch {torch.__version__};"
         f" {model.n_layer} layers, {model.n_embd} channels, {batch} x {model.block_size} tokens,"
         f" vocabulary {model.vocab_size}; {bench.rounds} interleaved rounds, {report['time']}"
+        + ("; what is called fp32 is TF32" if cuda else "")
         + (" (--quick: toy sizes, no result)" if args.quick else "")
     )
     text = [about]
