@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import tomllib
@@ -26,17 +27,17 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import tyro
 
+from data import ruler as ruler_data
 from data.shards import MANIFEST, load_manifest
 from model import GPTConfig
-from nanorove import perf
-from nanorove.checkpoint import read_meta, resolve_step_dir
-from nanorove.config import Config, config_differences, config_from_dict, load_config
+from nanorove import core_tasks, hellaswag, perf
+from nanorove.config import Config, config_differences, flatten, load_config
 from nanorove.errors import UserError, run_cli
-from nanorove.files import read_json, sha256_file, write_text_atomic
+from nanorove.files import read_json, sha256_file
 from nanorove.guards import StopSignal
 from nanorove.results import read_metrics
-from scripts import provenance
-from scripts.eval_perplexity import parse_lengths, parse_yarn
+from scripts import eval_core, provenance
+from scripts.eval_perplexity import parse_lengths, parse_quantities, parse_yarn
 from scripts.jobs import Job, Slots, make_slots, only_one, run_jobs, visible_gpus
 
 T = TypeVar("T")
@@ -45,6 +46,8 @@ T = TypeVar("T")
 SHARED = ("train.total_batch_size", "train.max_steps", "train.val_tokens")
 # arms that differ in one of these cannot start from equal weights
 OTHER_WEIGHTS = ("model.n_layer", "model.n_head", "model.n_embd", "init_from")
+# the least that the evaluations' numbers may be
+LEAST = {"documents": 2, "limit": 1, "max_length": 2, "samples": 1, "max_new_tokens": 1}
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ def main(args: Args) -> None:
         for arm in experiment.arms
     }
     print(compare_arms(experiment, configs))
+    check_models(experiment, configs)
     if args.gpus is not None and not args.dry_run:
         raise UserError("--gpus is for --dry-run; CUDA_VISIBLE_DEVICES says which ones are used")
     gpus = visible_gpus() if args.gpus is None else [str(i) for i in range(args.gpus)]
@@ -172,7 +176,7 @@ def main(args: Args) -> None:
     for config in configs.values():
         perf.grad_accum_steps(config, slots.processes)  # now, and not after the data
     print(slots)
-    plan = Plan(experiment, configs, slots, Ledger(experiment.dir / "experiment.json"))
+    plan = Plan(experiment, configs, slots, provenance.Ledger(experiment.dir / "experiment.json"))
     if args.dry_run:
         plan.show(args.gpu)
         return
@@ -223,20 +227,51 @@ def check_experiment(experiment: Experiment) -> None:
         for option in arm.overrides:
             if option.split("=")[0].replace("-", "_") in ("__seed", "__run_name", "__resume"):
                 raise UserError(f"arms.{name}: {option} is the experiment's to set")
-    for section in ("perplexity", "packed", "ruler"):
-        what = getattr(experiment, section)
-        if what is None:
-            continue
-        try:
-            parse_lengths(",".join(map(str, what.lengths)))
-            parse_yarn(",".join(what.yarn))
-        except UserError as error:
-            raise UserError(f"{section}: {error}") from None
-        if section != "ruler" and what.documents is not None and what.documents < 2:
-            raise UserError(f"{section}.documents {what.documents}: at least 2 are needed")
-    for prompt in experiment.samples.prompts if experiment.samples else ():
-        if prompt.startswith("-"):  # the command line would take it for an option
-            raise UserError(f"a prompt cannot begin with '-': {prompt!r}")
+    for name in (*experiment.name.split("/"), *experiment.arms):
+        if not re.fullmatch(r"[\w.=+-]+", name) or name in (".", ".."):
+            raise UserError(f"{name!r} names a folder: letters, digits and ._=+- only")
+    for name in ("perplexity", "packed", "core", "ruler", "hellaswag", "samples"):
+        if section := getattr(experiment, name):
+            try:
+                check_section(section)
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from None
+
+
+def check_section(section: Perplexity | Core | Ruler | Hellaswag | Samples) -> None:
+    """Raise UserError for a value that the script behind a section would refuse."""
+    values = vars(section)
+    lists = {k: ",".join(map(str, v)) for k, v in values.items() if isinstance(v, list)}
+    for key, least in LEAST.items():
+        if values.get(key) is not None and values[key] < least:
+            raise UserError(f"{key} {values[key]}: at least {least}")
+    given = ["data"] if isinstance(section, Hellaswag) else ["bundle", "squad", "hotpot"]
+    for key in given:
+        if values.get(key) is not None and not Path(values[key]).exists():
+            raise UserError(f"{key} {values[key]}: not there")
+    if isinstance(section, Perplexity | Ruler):
+        parse_lengths(lists["lengths"])
+        parse_yarn(lists["yarn"])
+    if isinstance(section, Perplexity) and "quantities" in lists:
+        parse_quantities(lists["quantities"])
+    if isinstance(section, Ruler):
+        ruler_data.parse_lengths(lists["lengths"])
+        ruler_data.parse_tasks(lists.get("tasks", "all"), qa_depth=False)
+    if isinstance(section, Core):
+        if (section.max_length or 0) > eval_core.LONGEST:
+            raise UserError(f"max_length {section.max_length}: at most {eval_core.LONGEST:,}")
+        known = [task.label for task in core_tasks.TASKS]
+        if section.tasks is not None and not set(section.tasks or [""]) <= set(known):
+            raise UserError(f"tasks {lists['tasks']}: choose of {', '.join(known)}")
+        if section.bundle is not None:
+            bundle = eval_core.open_bundle(Path(section.bundle))
+            eval_core.choose(bundle, eval_core.check_tables(bundle), lists.get("tasks"))
+    if isinstance(section, Samples):
+        if not section.prompts:
+            raise UserError("prompts: at least one")
+        for prompt in section.prompts:
+            if prompt.startswith("-"):  # the command line would take it for an option
+                raise UserError(f"a prompt cannot begin with '-': {prompt!r}")
 
 
 def check_derived(experiment: Experiment, name: str, arm: Arm) -> None:
@@ -316,6 +351,8 @@ def arm_config(experiment: Experiment, arm: str, seed: int) -> Config:
     spec = experiment.arms[arm]
     if spec.from_ is not None:
         source = arm_config(experiment, spec.from_, seed)
+        if source.model.pos_emb == "learned":
+            raise UserError(f"arm {arm}: {spec.from_} has learned positions, which are weights")
         try:
             return dataclasses.replace(
                 source,
@@ -338,6 +375,11 @@ def compare_arms(experiment: Experiment, configs: Configs) -> str:
     baseline, *others = experiment.arms
     seed = experiment.seeds[0]
     found: dict[str, None] = {}
+    keys = flatten(dataclasses.asdict(configs[baseline, seed]))
+    for key in experiment.arms_differ_in:
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=1, cutoff=0)[0]
+            raise UserError(f"arms_differ_in: no key {key}; did you mean {near}?")
     for arm in others:
         differences = config_differences(configs[baseline, seed], configs[arm, seed])
         for key, (before, now) in differences.items():
@@ -354,13 +396,47 @@ def compare_arms(experiment: Experiment, configs: Configs) -> str:
     return f"arms differ only in {', '.join(found)}" if found else "arms do not differ"
 
 
+def check_models(experiment: Experiment, configs: Configs) -> None:
+    """Raise UserError for an evaluation that a model or its tokenizer cannot take."""
+    core, ruler, samples = experiment.core, experiment.ruler, experiment.samples
+    reach = {}
+    if core:
+        reach["core.max_length"] = core.max_length or core_tasks.MAX_LENGTH
+    if samples:
+        reach["samples.max_new_tokens"] = 1 + samples.max_new_tokens  # behind one at least
+    for (arm, _), config in configs.items():
+        model = config.model
+        for key, length in reach.items():
+            if model.pos_emb == "learned" and length > model.block_size:
+                raise UserError(
+                    f"{key}: {length} positions, but those of arm {arm} are learned and end at"
+                    f" {model.block_size}"
+                )
+        try:
+            if core and core.yarn_factor is not None:
+                dataclasses.replace(model, yarn_factor=core.yarn_factor)
+        except ValueError as error:
+            raise UserError(f"core: arm {arm}: {error}") from None
+    used = tokenizer_of(experiment.data)
+    if ruler and used not in (None, ruler.tokenizer):
+        raise UserError(f"ruler.tokenizer {ruler.tokenizer}: the data are made with {used}")
+
+
+def tokenizer_of(data: Data) -> str | None:
+    """Which one the command names, else that of the data; None if neither says."""
+    asked = [b for a, b in zip(data.command, data.command[1:], strict=False) if a == "--tokenizer"]
+    if asked:
+        return asked[-1]
+    there = (Path(data.dir) / MANIFEST).is_file()
+    return load_manifest(Path(data.dir))["tokenizer"]["name"] if there else None
+
+
 def is_prepared(data: Data) -> bool:
     """Are there shards, made with the tokenizer that the command asks for?"""
-    folder, command = Path(data.dir), data.command
+    folder = Path(data.dir)
     if not (folder / MANIFEST).is_file():
         return False
-    asked = [b for a, b in zip(command, command[1:], strict=False) if a == "--tokenizer"]
-    return not asked or load_manifest(folder)["tokenizer"]["name"] == asked[-1]
+    return load_manifest(folder)["tokenizer"]["name"] == tokenizer_of(data)
 
 
 def ruler_files(ruler: Ruler) -> dict[str, str] | None:
@@ -372,66 +448,25 @@ def ruler_files(ruler: Ruler) -> dict[str, str] | None:
     if manifest is None or manifest.get("tokenizer", {}).get("name") != ruler.tokenizer:
         return None
     there = {(f["length"], f["task"]): f["sha256"] for f in manifest["files"]}
-    tasks = ruler.tasks or {task for _, task in there}
-    files = {
-        f"{length} {task}": there[length, task]
-        for length in ruler.lengths
-        for task in sorted(tasks)
-        if (length, task) in there
+    skipped = {} if ruler.tasks else dict(manifest["skipped"])  # by name each must be there
+    for task, file in (("qa_1", ruler.squad), ("qa_2", ruler.hotpot)):
+        if file and " needs --" in skipped.get(task, ""):  # it had no file then
+            del skipped[task]
+    for length in ruler.lengths:
+        for task in ruler.tasks or ruler_data.TASKS:
+            if (length, task) not in there and task not in skipped:
+                return None
+    if manifest["samples"] != ruler.samples:
+        return None
+    return {
+        f"{length} {task}": sha256
+        for (length, task), sha256 in sorted(there.items())
+        if length in ruler.lengths and (not ruler.tasks or task in ruler.tasks)
     }
-    wanted = len(ruler.lengths) * len(tasks) if ruler.tasks else 0
-    complete = {length for length, _ in there} >= set(ruler.lengths) and len(files) >= wanted
-    return files if complete and manifest["samples"] == ruler.samples else None
-
-
-def is_trained(config: Config, data_sha256: str | None) -> bool:
-    """Is the run's last checkpoint its last step, evaluated?
-
-    Raises UserError if the run was made with another config or other data: two experiments must
-    not be mixed.
-    """
-    if not (config.run_dir / "ckpt" / "last").is_file():
-        return False
-    meta = read_meta(resolve_step_dir(config.run_dir))
-    fix = "move the folder away or rename the experiment"
-    if "derived_from" in meta:
-        raise UserError(f"{config.run_dir}: made of another run, but this arm is trained; {fix}")
-    differences = config_differences(config_from_dict(meta["config"]), config)
-    for key, (before, now) in differences.items():
-        raise UserError(f"{config.run_dir}: made with {key} {before}, now it is {now}; {fix}")
-    if data_sha256 is not None and meta["data"]["manifest_sha256"] != data_sha256:
-        raise UserError(
-            f"{config.run_dir}: trained on other data than {config.data.dir} has now; {fix}"
-        )
-    return meta["step"] == config.train.max_steps and meta["val_loss"] is not None
 
 
 # -----------------------------------------------------------------------------
 # what was done
-
-
-class Ledger:
-    """runs/<name>/experiment.json: what made which result of what.
-
-    receipts: for each evaluation and the report command, inputs, code and the hash of the output.
-    trainings: for each run the code it was trained by. starts: its initial weights and batches.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            content = read_json(path)
-        except UserError:
-            raise UserError(f"{path}: not JSON; delete it, evaluations are redone") from None
-        content = content if isinstance(content, dict) else {}
-        self.receipts, self.trainings, self.starts = (
-            content.get(key, {}) for key in ("receipts", "trainings", "starts")
-        )
-
-    def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {k: getattr(self, k) for k in ("receipts", "trainings", "starts")}
-        write_text_atomic(self.path, json.dumps(content, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -448,7 +483,7 @@ class Plan:
     """The steps of an experiment, as far as what is there tells."""
 
     def __init__(
-        self, experiment: Experiment, configs: Configs, slots: Slots, ledger: Ledger
+        self, experiment: Experiment, configs: Configs, slots: Slots, ledger: provenance.Ledger
     ) -> None:
         self.experiment, self.slots, self.ledger = experiment, slots, ledger
         self.runs = {f"{arm}-seed{seed}": c for (arm, seed), c in configs.items()}
@@ -491,7 +526,7 @@ class Plan:
                 prepare=lambda name=name: self.sign_training(name),
                 finish=lambda _, config=config: self.check_trained(config),
             )  # fmt: skip
-            steps.append(Step(job, is_trained(config, data_sha256)))
+            steps.append(Step(job, provenance.is_trained(config, data_sha256)))
         return steps
 
     def evaluations(self) -> list[Step]:
@@ -500,7 +535,7 @@ class Plan:
             for evaluation, arguments, inputs in self.evaluations_of(config):
                 output = config.run_dir / "eval" / f"{evaluation}.json"
                 torchrun = evaluation != "samples"
-                inputs = inputs | self.identity(config)
+                inputs = inputs | provenance.identity(config)
                 steps.append(self.once(f"{name} {evaluation}", arguments, output, inputs, torchrun))
         return steps
 
@@ -516,14 +551,18 @@ class Plan:
         if e.core:
             out = {"out": config.run_dir / "eval" / "core.json"}  # whatever the settings
             arguments = ["-m", "scripts.eval_core", run, *command_line(vars(e.core) | out)]
-            yield "core", arguments, {"bundle": provenance.sha256_of(e.core.bundle or "")}
+            # what is not there yet is downloaded, and is then what its hash says
+            sha256 = provenance.sha256_of(e.core.bundle or eval_core.BUNDLE_PATH)
+            yield "core", arguments, {"bundle": sha256 or eval_core.BUNDLE_SHA256}
         if e.ruler:
             options = {key: getattr(e.ruler, key) for key in ("data", "lengths", "tasks", "yarn")}
             arguments = ["-m", "scripts.eval_ruler", run, *command_line(options)]
             yield "ruler", arguments, {"ruler": ruler_files(e.ruler)}
         if e.hellaswag:
-            arguments = ["-m", "scripts.eval_hellaswag", run, *command_line(vars(e.hellaswag))]
-            yield "hellaswag", arguments, {"items": provenance.sha256_of(e.hellaswag.data or "")}
+            options = vars(e.hellaswag) | {"out": config.run_dir / "eval" / "hellaswag.json"}
+            arguments = ["-m", "scripts.eval_hellaswag", run, *command_line(options)]
+            sha256 = provenance.sha256_of(e.hellaswag.data or hellaswag.PATH)
+            yield "hellaswag", arguments, {"items": sha256 or hellaswag.SHA256}
         if e.samples:
             arguments = ["-m", "scripts.sample", run, "--prompt", *e.samples.prompts,
                          "--max-new-tokens", str(e.samples.max_new_tokens),
@@ -597,65 +636,32 @@ class Plan:
 
     # what is checked
 
-    def identity(self, config: Config) -> dict[str, Any]:
-        """What a result says of a run: the hash of its weights, and the model they are in."""
-        if not (config.run_dir / "ckpt" / "last").is_file():
-            return {"model": None}
-        meta = read_meta(resolve_step_dir(config.run_dir))
-        sha256 = meta["files"]["model.safetensors"]["sha256"]
-        return {"model": sha256, "step": meta["step"], "settings": meta["config"]["model"]}
-
     def check_trained(self, config: Config) -> None:
         """train.py ends well on a signal too, and half a training must not be compared."""
-        if not is_trained(config, self.data_sha256):
+        if not provenance.is_trained(config, self.data_sha256):
             raise UserError(
                 f"{config.run_dir} stopped before its last step; run the experiment again, it goes"
                 " on from there"
             )
 
     def sign_training(self, name: str) -> None:
-        """Before a training starts or goes on: all runs must be by the code there is now."""
+        """Before a training starts or goes on: all runs must be by the code there is now, and of
+        the data that were there."""
         code = provenance.code_of("train")
-        self.check_training_code(code, "the code there is now")
+        self.ledger.check_training_code(self.trained, code, "the code there is now")
+        self.ledger.check_shards(Path(self.experiment.data.dir))
         self.ledger.trainings[name] = {"code": code}
         self.ledger.save()
 
-    def check_training_code(self, code: dict[str, str], whose: str) -> None:
-        """Raise UserError for a run that was trained by other code than this."""
-        for name, known in self.training_code().items():
-            if changed := provenance.differing(known, code):
-                raise UserError(
-                    f"{self.runs[name].run_dir}: trained by other code than {whose}"
-                    f" ({', '.join(changed)}), and the two must not be mixed: go back to that code,"
-                    " or move the folder away"
-                )
-
-    def training_code(self) -> dict[str, dict[str, str]]:
-        """{run: its code} of the runs that have a checkpoint and that this experiment started."""
-        return {
-            name: self.ledger.trainings[name]["code"]
-            for name, config in self.trained.items()
-            if (config.run_dir / "ckpt" / "last").is_file() and name in self.ledger.trainings
-        }
-
-    def check_code(self, to_train: bool) -> None:
-        """Runs by different code are refused; code that is not the present one is named."""
-        now, known = provenance.code_of("train"), self.training_code()
-        unknown = [
-            name
-            for name, config in self.trained.items()
-            if (config.run_dir / "ckpt" / "last").is_file() and name not in known
-        ]
-        if unknown:
-            print(f"note: trained by code that is not known: {', '.join(unknown)}")
-        if to_train:
-            self.check_training_code(now, "the code there is now")
-        elif known:
-            first = next(iter(known))
-            self.check_training_code(known[first], f"{first}")
-            if changed := provenance.differing(known[first], now):
-                print(f"note: the trainings are all by one code, and it is not the code there is"
-                      f" now ({', '.join(changed)})")  # fmt: skip
+    def note_threads(self) -> None:
+        """Name the runs that were trained with other threads than the slots give now."""
+        now, others = self.slots.threads, []
+        for name, config in self.trained.items():
+            facts = read_json(config.run_dir / "meta.json") or {}
+            others += [name] * (facts.get("threads", now) != now)
+        if others and not self.slots.gpus:  # a GPU's sums do not depend on them
+            print(f"note: not trained with the {now} threads that each has now, so the last bits"
+                  f" may differ: {', '.join(others)}")  # fmt: skip
 
     def check_starts(self) -> None:
         """Runs of one seed must start from equal weights and see equal tokens; note both.
@@ -715,9 +721,10 @@ class Plan:
 
         alone = make_slots(1, self.slots.gpus)
         do(self.data(), alone)
-        load_manifest(Path(self.experiment.data.dir))
+        self.ledger.check_shards(Path(self.experiment.data.dir))
         trainings = self.trainings()
-        self.check_code(to_train=not all(step.done for step in trainings))
+        self.ledger.check_code(self.trained, to_train=not all(s.done for s in trainings))
+        self.note_threads()
         self.check_starts()
         do(trainings)
         for name, source in self.sources.items():
@@ -739,7 +746,8 @@ class Plan:
                 print(f"[done] {step.job.name}")
                 continue
             shown = shlex.join(self.slots.command(step.job))
-            print(f"[to run] {step.job.name}\n$ python {shown}")
+            why = f": {step.why}" if step.why else ""
+            print(f"[to run] {step.job.name}{why}\n$ python {shown}")
         for name, source in self.sources.items():
             print(f"{name} is not trained: it has the weights of {source.run_name}")
         missing = [c for c, s in zip(self.trained.values(), trainings, strict=True) if not s.done]

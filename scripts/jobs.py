@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -56,6 +56,11 @@ class Slots:
     def processes(self) -> int:
         """Of one job under torchrun."""
         return max(1, len(self.gpus) // self.count)
+
+    @property
+    def threads(self) -> int:
+        """Of a job on a CPU."""
+        return int(self.environment(0).get("OMP_NUM_THREADS", torch.get_num_threads()))
 
     def command(self, job: Job) -> list[str]:
         """The job's command line behind `python`."""
@@ -115,18 +120,25 @@ def only_one(folder: Path) -> Iterator[int]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a") as mine, (folder / "jobs.lock").open("a") as jobs:
-        try:
-            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take(mine):
             raise UserError(
                 f"{folder}: this experiment is running already; wait for it, or stop it first"
-            ) from None
-        try:
-            fcntl.flock(jobs, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            )
+        if not take(jobs):
             print(f"{folder}: waiting for jobs that a killed experiment left behind", flush=True)
             fcntl.flock(jobs, fcntl.LOCK_EX)
         yield jobs.fileno()
+
+
+def take(file: IO[str]) -> bool:
+    """Lock an open file; False if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network file systems have no locks
+        print(f"lock: {file.name}: {error.strerror}; nothing stops a second experiment there")
+    return True
 
 
 def start(command: list[str], environment: dict[str, str], lock: int, log: Path | None):

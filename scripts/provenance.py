@@ -1,7 +1,7 @@
-"""Where an experiment's results come from: code, initial weights, batches; and runs made of others.
+"""Where an experiment's results come from: code, data, initial weights, batches, other runs.
 
-Everything here is a hash that can be compared, and one folder: that of an arm which was trained
-with one kind of positions and is evaluated with another.
+Hashes that can be compared, and what is noted of them; and one folder: that of an arm which was
+trained with one kind of positions and is evaluated with another.
 """
 
 import ast
@@ -18,12 +18,22 @@ from typing import Any
 import torch
 
 from data.loader import TrainLoader
+from data.shards import load_manifest
 from model import GPT
 from nanorove.checkpoint import load_init_weights, read_meta, resolve_step_dir
-from nanorove.config import Config, config_to_dict, config_to_toml
+from nanorove.config import (
+    Config,
+    config_differences,
+    config_from_dict,
+    config_to_dict,
+    config_to_toml,
+)
 from nanorove.errors import UserError
-from nanorove.files import sha256_file, write_text_atomic
+from nanorove.files import read_json, sha256_file, write_text_atomic
 from nanorove.perf import grad_accum_steps
+from scripts.eval_perplexity import checked_sha256
+
+Runs = dict[str, Config]  # by <arm>-seed<seed>
 
 ROOT = Path(__file__).resolve().parent.parent
 # settings, logs, messages and storage: what these do wrong shows elsewhere (configs, weights and
@@ -32,6 +42,119 @@ NEUTRAL = {
     f"nanorove/{name}.py"
     for name in ("checkpoint", "config", "errors", "files", "perf", "runlog", "wandb_mirror")
 }
+
+# -----------------------------------------------------------------------------
+# what was done
+
+
+class Ledger:
+    """runs/<name>/experiment.json: what made which result of what.
+
+    receipts: for each evaluation and the report command, inputs, code and the hash of the output.
+    trainings: for each run the code it was trained by. starts: its initial weights and batches.
+    shards: size, time and sha256 of each when its content was last looked at.
+    """
+
+    PARTS = ("receipts", "trainings", "starts", "shards")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            content = read_json(path)
+        except UserError:
+            raise UserError(f"{path}: not JSON; delete it, evaluations are redone") from None
+        content = content if isinstance(content, dict) else {}
+        self.receipts, self.trainings, self.starts, self.shards = (
+            content.get(key, {}) for key in self.PARTS
+        )
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        content = {key: getattr(self, key) for key in self.PARTS}
+        write_text_atomic(self.path, json.dumps(content, indent=1) + "\n")
+
+    def check_shards(self, folder: Path) -> None:
+        """Raise UserError for a shard that is not what the manifest says: runs on two kinds of
+        data must not be mixed. A file of the same size and time is not read again."""
+        manifest, before = load_manifest(folder), dict(self.shards)
+        for shard in manifest["shards"]:
+            path = folder / shard["file"]
+            facts = path.stat()
+            seen = [facts.st_size, facts.st_mtime_ns, shard["sha256"]]
+            if self.shards.get(str(path)) != seen:
+                checked_sha256(path, manifest)
+                self.shards[str(path)] = seen
+        if self.shards != before:
+            self.save()
+
+    def check_training_code(self, runs: Runs, code: dict[str, str], whose: str) -> None:
+        """Raise UserError for a run that was trained by other code than this."""
+        for name, known in self.training_code(runs).items():
+            if changed := differing(known, code):
+                raise UserError(
+                    f"{runs[name].run_dir}: trained by other code than {whose}"
+                    f" ({', '.join(changed)}), and the two must not be mixed: go back to that code,"
+                    " or move the folder away"
+                )
+
+    def training_code(self, runs: Runs) -> dict[str, dict[str, str]]:
+        """{run: its code} of the runs that have a checkpoint and that the experiment started."""
+        return {
+            name: self.trainings[name]["code"]
+            for name, config in runs.items()
+            if (config.run_dir / "ckpt" / "last").is_file() and name in self.trainings
+        }
+
+    def check_code(self, runs: Runs, to_train: bool) -> None:
+        """Runs by different code are refused; code that is not the present one is named."""
+        now, known = code_of("train"), self.training_code(runs)
+        unknown = [
+            name
+            for name, config in runs.items()
+            if (config.run_dir / "ckpt" / "last").is_file() and name not in known
+        ]
+        if unknown:
+            print(f"note: trained by code that is not known: {', '.join(unknown)}")
+        if to_train:
+            self.check_training_code(runs, now, "the code there is now")
+        elif known:
+            first = next(iter(known))
+            self.check_training_code(runs, known[first], f"{first}")
+            if changed := differing(known[first], now):
+                print(f"note: the trainings are all by one code, and it is not the code there is"
+                      f" now ({', '.join(changed)})")  # fmt: skip
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What a result says of a run: the hash of its weights, and the model they are in."""
+    if not (config.run_dir / "ckpt" / "last").is_file():
+        return {"model": None}
+    meta = read_meta(resolve_step_dir(config.run_dir))
+    sha256 = meta["files"]["model.safetensors"]["sha256"]
+    return {"model": sha256, "step": meta["step"], "settings": meta["config"]["model"]}
+
+
+def is_trained(config: Config, data_sha256: str | None) -> bool:
+    """Is the run's last checkpoint its last step, evaluated?
+
+    Raises UserError if the run was made with another config or other data: two experiments must
+    not be mixed.
+    """
+    if not (config.run_dir / "ckpt" / "last").is_file():
+        return False
+    meta = read_meta(resolve_step_dir(config.run_dir))
+    fix = "move the folder away or rename the experiment"
+    if "derived_from" in meta:
+        raise UserError(f"{config.run_dir}: made of another run, but this arm is trained; {fix}")
+    differences = config_differences(config_from_dict(meta["config"]), config)
+    for key, (before, now) in differences.items():
+        raise UserError(f"{config.run_dir}: made with {key} {before}, now it is {now}; {fix}")
+    if data_sha256 is not None and meta["data"]["manifest_sha256"] != data_sha256:
+        raise UserError(
+            f"{config.run_dir}: trained on other data than {config.data.dir} has now; {fix}"
+        )
+    return meta["step"] == config.train.max_steps and meta["val_loss"] is not None
+
 
 # -----------------------------------------------------------------------------
 # code
@@ -78,6 +201,16 @@ def without_docstrings(tree: ast.AST) -> ast.AST:
                 )
             ]
     return tree
+
+
+def sha256_of(path: Path | str) -> str | None:
+    """Of a file, or of a folder: of the names and hashes of its files. None if there is none."""
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        found = [(file.relative_to(path).as_posix(), sha256_file(file)) for file in files]
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    return sha256_file(path) if path.is_file() else None
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -211,8 +344,3 @@ def derive(config: Config, source: Config) -> None:
     if config.run_dir.exists():
         shutil.rmtree(config.run_dir)
     os.replace(tmp, config.run_dir)
-
-
-def sha256_of(path: Path | str) -> str | None:
-    """Of a file; None if there is none."""
-    return sha256_file(Path(path)) if Path(path).is_file() else None

@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from data.ruler import TASKS
+from nanorove import hellaswag
 from nanorove.checkpoint import read_meta, resolve_step_dir
 from nanorove.errors import UserError
-from scripts import experiment, provenance
-from scripts.experiment import Args, Data, is_prepared, load_experiment, main
+from scripts import eval_core, experiment, provenance
+from scripts.experiment import Args, Data, Ruler, is_prepared, load_experiment, main, ruler_files
 from scripts.jobs import only_one
-from tests.conftest import REPO, TINY_TOML
+from tests.conftest import REPO, TINY_TOML, toy_tokens, write_data_dir
+from tests.core_bundle import write_folder
 from tests.test_runlog import history, wandb_records
 
 EXPERIMENT = """\
@@ -49,6 +52,17 @@ documents = 2
 prompts = ["ab", "c d"]
 max_new_tokens = 3
 """
+
+
+RULER = """\
+[ruler]
+data = "prompts"
+tokenizer = "bytes"
+lengths = [700]
+samples = 3
+tasks = ["fwe"]
+yarn = ["none"]
+[samples]"""
 
 
 @pytest.fixture
@@ -134,9 +148,29 @@ def edit(path: str, old: str, new: str) -> None:
         ("lengths = [8, 16]", "lengths = [2, 16]", "x.toml: perplexity: --lengths 2,16"),
         ("lengths = [8, 16]", "lengths = []", "x.toml: perplexity: --lengths"),
         ('"auto"', '"of"', "x.toml: perplexity: --yarn none,of"),
-        ("documents = 2", "documents = 1", "perplexity.documents 1: at least 2"),
+        ("documents = 2", "documents = 1", "perplexity: documents 1: at least 2"),
         ('["--train.log_interval"', '["--run-name=x"', "arms.rove: --run-name=x is the experiment"),
         ('["--train.log_interval"', '["--seed"', "arms.rove: --seed is the experiment's to set"),
+        ('name = "tiny"', 'name = ".."', "'..' names a folder: letters, digits and"),
+        ('name = "tiny"', 'name = "a//b"', "'' names a folder"),
+        ("[arms.rope]", '[arms."a b"]', "'a b' names a folder"),
+        ("[arms.rope]", '[arms.".."]', "'..' names a folder"),
+        ("documents = 2", 'quantities = ["lost"]', "perplexity: --quantities lost: 'lost' is none"),
+        ("[samples]", "[core]\nlimit = 0\n[samples]", "core: limit 0: at least 1"),
+        ("[samples]", "[core]\nmax_length = -1\n[samples]", "core: max_length -1: at least 2"),
+        ("[samples]", "[core]\nmax_length = 99999\n[samples]", "core: max_length 99999: at most"),
+        ("[samples]", "[core]\ntasks = ['cop']\n[samples]", "core: tasks cop: choose of hellasw"),
+        ("[samples]", "[core]\ntasks = []\n[samples]", "core: tasks : choose of"),
+        ("[samples]", "[core]\nbundle = 'no'\n[samples]", "core: bundle no: not there"),
+        ("[samples]", "[core]\nbundle = 'a.jsonl'\n[samples]", "core: a.jsonl: not a zip"),
+        ("[samples]", "[hellaswag]\ndata = 'no'\n[samples]", "hellaswag: data no: not there"),
+        ("[samples]", "[hellaswag]\nlimit = -1\n[samples]", "hellaswag: limit -1: at least 1"),
+        ("max_new_tokens = 3", "max_new_tokens = 0", "samples: max_new_tokens 0: at least 1"),
+        ('["ab", "c d"]', "[]", "samples: prompts: at least one"),
+        ("[samples]", RULER.replace("= 3", "= 0"), "ruler: samples 0: at least 1"),
+        ("[samples]", RULER.replace("fwe", "few"), "ruler: --tasks few: choose of niah_single_1"),
+        ("[samples]", RULER.replace("[700", "[131073"), "ruler: --lengths 131073: within 1..131,"),
+        ("[samples]", RULER.replace("yarn", "squad = 'no'\nyarn"), "ruler: squad no: not there"),
     ],
 )
 def test_a_faulty_file_is_refused(folder, old, new, message):
@@ -144,6 +178,42 @@ def test_a_faulty_file_is_refused(folder, old, new, message):
     with pytest.raises(UserError) as caught:
         load_experiment(Path("x.toml"))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("[samples]", "[core]\nyarn_factor = 0.5\n[samples]", r"core: arm rope: yarn_factor .0.5"),
+        ("[samples]", RULER.replace("bytes", "gpt2"), "ruler.tokenizer gpt2: .* made with bytes$"),
+        (
+            "seeds = [1]",
+            'seeds = [1]\narms_differ_in = ["model.pos_em"]',
+            "arms_differ_in: no key model.pos_em; did you mean model.pos_emb",
+        ),
+    ],
+)
+def test_what_the_models_cannot_take_is_refused(folder, old, new, message):
+    edit("x.toml", old, new)
+    with pytest.raises(UserError, match=message):
+        main(Args(Path("x.toml"), dry_run=True))
+
+
+def test_what_learned_positions_cannot_take_is_refused(folder):
+    """They end at 8 tokens, and they are weights that no other arm has."""
+    edit("rope.toml", '"rope"', '"learned"')
+    edit("x.toml", "[samples]", "[core]\nmax_length = 8\n\n[samples]")
+    edit("x.toml", "max_new_tokens = 3", "max_new_tokens = 7")
+    main(Args(Path("x.toml"), dry_run=True))
+    edit("x.toml", "max_length = 8", "max_length = 9")
+    with pytest.raises(UserError, match="core.max_length: 9 positions, .* arm rope .* end at 8$"):
+        main(Args(Path("x.toml"), dry_run=True))
+    edit("x.toml", "[core]\nmax_length = 9\n", "")
+    edit("x.toml", "max_new_tokens = 7", "max_new_tokens = 8")
+    with pytest.raises(UserError, match="samples.max_new_tokens: 9 positions, .* end at 8$"):
+        main(Args(Path("x.toml"), dry_run=True))
+    edit("x.toml", "[perplexity]", "[arms.late]\nfrom = 'rope'\npos_emb = 'rove'\n[perplexity]")
+    with pytest.raises(UserError, match="arm late: rope has learned positions"):
+        main(Args(Path("x.toml"), dry_run=True))
 
 
 def test_a_missing_file_is_refused(folder):
@@ -275,12 +345,18 @@ def test_a_derived_arm(folder, capsys):
         "late-seed1 training" not in out and "scripts.eval_perplexity runs/tiny/late-seed1" in out
     )
     assert "late-seed1 is not trained: it has the weights of tiny/rope-seed1" in out
+    runs = make_plan().runs
+    found = {name: runs[f"{name}-seed1"].model.pos_emb for name in ("rope", "rove", "late")}
+    assert found == {"rope": "rope", "rove": "rove", "late": "rove"}
+    assert runs["late-seed1"].run_name == "tiny/late-seed1"
     edit("x.toml", "seeds = [1]", "seeds = [1]\narms_differ_in = []")
     with pytest.raises(UserError, match=r"rope and rove differ in model.pos_emb"):
         main(Args(Path("x.toml"), dry_run=True))
 
 
 def test_only_the_evaluations_that_have_a_section(folder, capsys):
+    write_folder(Path("b"))
+    Path("s.json").touch()
     text = Path("x.toml").read_text()
     sections = text[text.index("[perplexity]") :]
     Path("x.toml").write_text(
@@ -301,13 +377,16 @@ def test_only_the_evaluations_that_have_a_section(folder, capsys):
         f" --out {run}/eval/core.json",
         f"$ python -m scripts.eval_ruler {run} --data d --lengths 700,800 --tasks fwe"
         " --yarn none,4",
-        f"$ python -m scripts.eval_hellaswag {run} --limit 5",
+        f"$ python -m scripts.eval_hellaswag {run} --limit 5 --out {run}/eval/hellaswag.json",
     ]
     assert (
         "$ python -m data.ruler --tokenizer bytes --lengths 700,800 --samples 3 --tasks fwe"
         " --squad s.json --out d"
     ) in out
     assert "scripts.sample" not in out
+    next(Path("b").rglob("copa.jsonl")).unlink()
+    with pytest.raises(UserError, match="x.toml: core: --tasks copa: .*copa.jsonl is missing"):
+        load_experiment(Path("x.toml"))
 
 
 @pytest.mark.parametrize(
@@ -330,7 +409,7 @@ def test_unequal_starts_are_refused(folder, monkeypatch, what, values):
 def make_plan() -> experiment.Plan:
     file = load_experiment(Path("x.toml"))
     configs = {(arm, 1): experiment.arm_config(file, arm, 1) for arm in file.arms}
-    ledger = experiment.Ledger(file.dir / "experiment.json")
+    ledger = provenance.Ledger(file.dir / "experiment.json")
     return experiment.Plan(file, configs, experiment.make_slots(1, []), ledger)
 
 
@@ -345,31 +424,31 @@ def test_trainings_by_different_code_are_not_mixed(folder, monkeypatch, capsys):
     old = {"code": now["code"] | {"model.py": "0" * 64}}
 
     plan.ledger.trainings = {"rope-seed1": now, "rove-seed1": now}
-    plan.check_code(to_train=True)
-    plan.check_code(to_train=False)
+    plan.ledger.check_code(plan.trained, to_train=True)
+    plan.ledger.check_code(plan.trained, to_train=False)
     assert capsys.readouterr().out == ""
 
     plan.ledger.trainings = {"rope-seed1": old, "rove-seed1": old}
-    plan.check_code(to_train=False)
+    plan.ledger.check_code(plan.trained, to_train=False)
     assert (
         "all by one code, and it is not the code there is now (model.py)" in capsys.readouterr().out
     )
     message = r"rope-seed1: trained by other code than the code there is now \(model.py\)"
     with pytest.raises(UserError, match=message):
-        plan.check_code(to_train=True)
+        plan.ledger.check_code(plan.trained, to_train=True)
     with pytest.raises(UserError, match=message):  # also just before a training starts
         plan.sign_training("rove-seed1")
 
     plan.ledger.trainings = {"rope-seed1": old, "rove-seed1": now}
     with pytest.raises(UserError, match=r"rove-seed1: trained by other code than rope-seed1"):
-        plan.check_code(to_train=False)
+        plan.ledger.check_code(plan.trained, to_train=False)
 
     plan.ledger.trainings = {"rope-seed1": now}
-    plan.check_code(to_train=True)
+    plan.ledger.check_code(plan.trained, to_train=True)
     assert "trained by code that is not known: rove-seed1" in capsys.readouterr().out
 
 
-def test_what_makes_a_result_unusable(folder, monkeypatch):
+def test_what_makes_a_result_unusable(folder, monkeypatch, capsys):
     """Another command, other inputs, other code, another output; and only those."""
     plan, output = make_plan(), Path("runs/tiny/r/eval/core.json")
     code = {"model.py": "a"}
@@ -395,6 +474,9 @@ def test_what_makes_a_result_unusable(folder, monkeypatch):
     assert step().done
     assert not step(model="n").done and step(model="n").why == "changed since: inputs"
     assert not step(arguments="-m scripts.eval_core r --limit 5").done
+    monkeypatch.setattr(plan, "report", lambda: [step(model="n")])
+    plan.show("h100")
+    assert "[to run] r core: changed since: inputs\n$ " in capsys.readouterr().out
     code["model.py"] = "b"
     assert step().why == "changed since: code, model.py"
     step().job.prepare()
@@ -405,6 +487,79 @@ def test_what_makes_a_result_unusable(folder, monkeypatch):
     step().job.finish(prepared)
     output.write_text("{ }")
     assert not step().done and step().why == "changed since: output"
+
+
+def test_the_inputs_of_evaluations_at_their_default_places(folder, monkeypatch):
+    """What is there by its hash; what will be downloaded by the hash that is checked then."""
+    monkeypatch.setattr(hellaswag, "PATH", Path("questions"))
+    monkeypatch.setattr(eval_core, "BUNDLE_PATH", Path("bundle"))
+    edit("x.toml", "[samples]", "[core]\n[hellaswag]\n[samples]")
+    plan = make_plan()
+
+    def inputs() -> dict[str, Any]:
+        found = plan.evaluations_of(plan.runs["rope-seed1"])
+        return {name: these for name, _, these in found if name in ("core", "hellaswag")}
+
+    wanted = {"bundle": eval_core.BUNDLE_SHA256}, {"items": hellaswag.SHA256}
+    assert inputs() == dict(zip(("core", "hellaswag"), wanted, strict=True))
+    Path("questions").write_bytes(b"abc")
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert inputs()["hellaswag"] == {"items": abc}
+    Path("bundle").write_bytes(b"abc")
+    assert inputs()["core"] == {"bundle": abc}
+
+
+def test_ruler_data_that_are_complete(tmp_path):
+    """With all tasks asked for each is there or was skipped; one that was skipped for want of a
+    file is made when there is the file."""
+    skipped = {"qa_1": "task qa_1 needs --squad a.json", "qa_2": "task qa_2: too long for 500"}
+    names = [task for task in TASKS if task not in skipped]
+
+    def complete(there: list[str] = names, **options: Any) -> bool:
+        files = [{"length": 500, "task": task, "sha256": task} for task in there]
+        manifest = {"tokenizer": {"name": "bytes"}, "samples": 3, "files": files}
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"skipped": skipped}))
+        settings = {"lengths": [500], "samples": 3, "yarn": ["none"]} | options
+        found = ruler_files(Ruler(str(tmp_path), "bytes", **settings))
+        wanted = settings.get("tasks", there)
+        assert found in (None, {f"500 {task}": task for task in wanted})
+        return found is not None
+
+    assert complete() and complete(tasks=["fwe"]) and complete(hotpot="h.json")
+    assert not complete(squad="s.json") and complete([*names, "qa_1"], squad="s.json")
+    assert not complete(["fwe"]) and not complete(lengths=[500, 600]) and not complete(samples=4)
+    assert not complete(tasks=["fwe", "qa_1"]) and complete(["fwe", "vt"], tasks=["fwe"])
+
+
+def test_edited_data_are_not_mixed_with_those_before(folder, capfd):
+    """The manifest is the same, a shard is not: one line before anything runs, and again just
+    before a training."""
+    write_data_dir(Path("shards"), [toy_tokens(500, 1)], [toy_tokens(305, 2)])
+    plan = make_plan()
+    plan.sign_training("rope-seed1")
+    path = Path("shards/tiny_train_000001.bin")
+    path.write_bytes(path.read_bytes()[:-2] + b"a\0")
+    with pytest.raises(UserError, match="train_000001.bin: sha256 .* but manifest.json says"):
+        plan.sign_training("rove-seed1")
+    with pytest.raises(UserError, match="train_000001.bin: sha256 .* but manifest.json says"):
+        main(Args(Path("x.toml")))
+    assert capfd.readouterr().out.splitlines()[-1] == "[done] data"
+
+
+def test_other_threads_are_noted(folder, monkeypatch, capsys):
+    """Runs with the bits of other thread counts; on GPUs they do not matter."""
+    monkeypatch.setattr(experiment.Slots, "threads", 2)
+    plan = make_plan()
+    for name, threads in (("rope-seed1", 4), ("rove-seed1", 2)):
+        path = Path("runs/tiny") / name / "meta.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"threads": threads}))
+    plan.note_threads()
+    out = capsys.readouterr().out
+    assert "note: not trained with the 2 threads" in out and out.endswith(": rope-seed1\n")
+    plan.slots = experiment.make_slots(1, ["0"])
+    plan.note_threads()
+    assert capsys.readouterr().out == ""
 
 
 # -----------------------------------------------------------------------------
@@ -437,7 +592,7 @@ def test_a_failing_step_is_named(folder, capfd):
 def test_a_training_that_stopped_is_not_evaluated(folder, monkeypatch):
     """train.py ends with 0 when it was told to stop, but there is nothing to compare yet."""
     plan = make_plan()
-    monkeypatch.setattr(experiment, "is_trained", lambda config, data: False)
+    monkeypatch.setattr(provenance, "is_trained", lambda config, data: False)
     for step in plan.trainings():
         assert not step.done
         with pytest.raises(UserError, match="-seed1 stopped before its last step; run the exp"):
@@ -490,7 +645,7 @@ def test_from_end_to_end(folder, capfd):
     assert state() == before
 
     def to_run() -> list[str]:
-        return re.findall(r"\[to run\] (.*)", run(capfd, dry_run=True))
+        return re.findall(r"\[to run\] ([^:\n]*)", run(capfd, dry_run=True))
 
     # a result that is not the one it made, and other settings of an evaluation
     samples = Path("runs/tiny/rope-seed1/eval/samples.json")
@@ -586,6 +741,7 @@ def results(runs: Path) -> dict[str, Any]:
     for receipt in record["receipts"].values():
         receipt["output"] = None
     del record["receipts"]["report"]  # its inputs are files with times in them
+    del record["shards"]  # times
     return found | record
 
 

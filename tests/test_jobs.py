@@ -152,6 +152,19 @@ def test_jobs_do_not_outlive_a_killed_experiment(tmp_path, monkeypatch, capfd):
         assert "waiting for jobs that a killed experiment left" in capfd.readouterr().out
 
 
+def test_without_locks_it_says_so_and_goes_on(tmp_path, monkeypatch, capsys):
+    """As on some network file systems."""
+
+    def no(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(jobs.fcntl, "flock", no)
+    with only_one(tmp_path):
+        pass
+    out = capsys.readouterr().out
+    assert f"lock: {tmp_path}/lock: No locks available; nothing stops a second" in out
+
+
 # -----------------------------------------------------------------------------
 # GPUs and cores
 
@@ -193,4 +206,6 @@ def test_cores_are_shared_evenly(monkeypatch):
     assert make_slots(2, []).environment(1) == {"OMP_NUM_THREADS": "4"}
     assert make_slots(16, []).environment(9) == {"OMP_NUM_THREADS": "1"}
     assert make_slots(1, []).environment(0) == {}  # torch's own choice
+    monkeypatch.setattr(jobs.torch, "get_num_threads", lambda: 7)
+    assert [make_slots(count, []).threads for count in (1, 2)] == [7, 4]
     assert make_slots(2, []).command(Job("a", ["train.py"], torchrun=True)) == ["train.py"]

@@ -19,8 +19,16 @@ from nanorove.errors import UserError
 from nanorove.optim import make_optimizer
 from nanorove.runlog import RunLog
 from scripts import provenance
-from scripts.provenance import batches, code_of, derive, differing, initial_weights, is_derived
-from tests.conftest import REPO
+from scripts.provenance import (
+    Ledger,
+    batches,
+    code_of,
+    derive,
+    differing,
+    initial_weights,
+    is_derived,
+)
+from tests.conftest import REPO, write_data_dir
 
 
 @pytest.fixture
@@ -83,6 +91,48 @@ def test_the_code_of_a_training_and_of_an_evaluation():
     assert not {"scripts/eval_perplexity.py", "nanorove/runlog.py"} & set(training)
     assert {"model.py", "scripts/eval_perplexity.py", "nanorove/scoring.py"} <= set(evaluation)
     assert "train.py" not in evaluation and (REPO / "nanorove" / "runlog.py").is_file()
+
+
+def test_the_hash_of_a_file_and_of_a_folder(tmp_path):
+    """A folder's is of the names and the content of all in it, whatever the order on disk."""
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2
+    names = ["e", "b", "d", "f", "a", "c/a"]
+    for name in names:
+        path = tmp_path / "x" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"abc")
+    assert provenance.sha256_of(tmp_path / "x" / "b") == abc
+    assert provenance.sha256_of(tmp_path / "nothing") is None
+    before = provenance.sha256_of(tmp_path / "x")
+    text = json.dumps([[name, abc] for name in sorted(names)])
+    assert before == hashlib.sha256(text.encode()).hexdigest()
+    path.rename(path.with_name("z"))
+    assert provenance.sha256_of(tmp_path / "x") != before
+
+
+# -----------------------------------------------------------------------------
+# what was done
+
+
+def test_a_shard_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
+    folder, hashed = write_data_dir(tmp_path / "d", [[256, 1], [256, 2]], [[256, 3]]), []
+    real = provenance.checked_sha256
+    monkeypatch.setattr(
+        provenance, "checked_sha256", lambda path, m: hashed.append(path.name) or real(path, m)
+    )
+    names = sorted(path.name for path in folder.glob("*.bin"))
+    for expected in (names, []):
+        hashed.clear()
+        Ledger(tmp_path / "x" / "experiment.json").check_shards(folder)
+        assert sorted(hashed) == expected
+    path = folder / names[0]
+    before = path.read_bytes()
+    path.write_bytes(before[:-2] + b"a\0")  # the size stays
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"{names[0]}: sha256 .* but manifest.json says"):
+            Ledger(tmp_path / "x" / "experiment.json").check_shards(folder)
+    path.write_bytes(before)
+    Ledger(tmp_path / "x" / "experiment.json").check_shards(folder)
 
 
 # -----------------------------------------------------------------------------
