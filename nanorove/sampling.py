@@ -153,8 +153,8 @@ class TextStream:
     def _give(self, last: bool) -> str:
         found = [at for at in (self._held.find(s) for s in self.stop) if at >= 0]
         self.stopped = bool(found)
-        cut = len(self._held) - (0 if last else self._maybe_stop())
-        cut = min([cut, *found])
+        # one that is complete ends the text, even inside what may become another one
+        cut = min(found) if found else len(self._held) - (0 if last else self._maybe_stop())
         piece, self._held = self._held[:cut], self._held[cut:]
         self.text += piece
         return piece

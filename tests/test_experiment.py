@@ -276,7 +276,7 @@ def test_dry_run_of_the_paper(tmp_path, monkeypatch, capsys):
         for arm in ("rope", "rove"):
             run = f"354m/{arm}-seed{seed}"
             options = f"configs/gpt2_354m_{arm}.toml --seed {seed} --run_name {run} --resume\n"
-            assert re.search(f"{re.escape(torchrun)} .*train.py {re.escape(options)}", out)
+            assert re.search(rf"{re.escape(torchrun)} .*train\.py'? {re.escape(options)}", out)
             for script in ("perplexity", "core", "ruler", "hellaswag"):
                 assert re.search(
                     f"{re.escape(torchrun)} .*-m scripts.eval_{script} runs/{run}", out

@@ -750,6 +750,8 @@ def test_ctrl_c_is_at_most_one_line(tmp_path, unbroken, moment):
     out = tmp_path / "out"
     command = [sys.executable, tmp_path / "run.py", out, "2"]
     given = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.PIPE, "text": True}
+    # a shell lets what it starts with & ignore SIGINT, and these tests may have been
+    given["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, start_new_session=True, **given)
     awaited = "out.starting" if moment == "workers start" else "out/*.bin"
     while not list(tmp_path.glob(awaited)):
