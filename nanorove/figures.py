@@ -221,7 +221,8 @@ def _log_axis(ax: Axes, low: float, high: float) -> None:
     """Plain numbers on a logarithmic y axis, also where it spans less than a decade."""
     if high / low > 8:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        ticks = [m * 10.0**d for d in decades for m in ((1, 2, 5) if high / low < 1000 else (1,))]
+        few = (1, 2, 3, 4, 6, 8) if high / low < 50 else (1, 2, 5) if high / low < 1000 else (1,)
+        ticks = [m * 10.0**d for d in decades for m in few]
     else:
         ticks = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high)
     ax.set(yscale="log", ylim=(low, high))
