@@ -132,7 +132,6 @@ def main(args: Args) -> dict[str, Any] | None:
                      if isinstance(value, float) and "stderr" not in key]  # fmt: skip
             print(f"{name}: {', '.join(shown)}")
     finish(out, record or {}, journal, info)
-    shutdown_distributed()
     return record
 
 
@@ -397,5 +396,12 @@ def as_harness_model(answers: Answers) -> Any:
     return NanoRoVE()
 
 
+def cli() -> None:
+    try:
+        main(tyro.cli(Args, prog="python -m scripts.eval_harness"))
+    finally:
+        shutdown_distributed()
+
+
 if __name__ == "__main__":
-    run_cli(lambda: main(tyro.cli(Args, prog="python -m scripts.eval_harness")))
+    run_cli(cli)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import tyro
 
-from data.ruler import load_manifest
+from data.ruler import load_manifest, parse_lengths
 from data.shards import MANIFEST
 from data.tokenizer import Tokenizer, check_tokenizer, recorded_tokenizer
 from model import GPT
@@ -29,7 +29,7 @@ from nanorove.evaluation import finish, header, open_output, open_subject, resum
 from nanorove.files import sha256_file
 from nanorove.sampling import generate
 from nanorove.scoring import Scored, Span
-from scripts.eval_perplexity import parse_lengths, parse_yarn, yarn_factor
+from scripts.eval_perplexity import parse_yarn, yarn_factor
 
 FIELDS = {
     "index": int, "task": str, "input": str, "answer_prefix": str, "outputs": list,
