@@ -35,8 +35,8 @@ from model import GPT
 from nanorove import checkpoint, hellaswag
 from nanorove.batches import Prefetcher
 from nanorove.config import Config, config_differences, config_from_dict, load_config
-from nanorove.distributed import init_distributed, shutdown_distributed
-from nanorove.errors import UserError, run_cli
+from nanorove.distributed import init_distributed, run_distributed
+from nanorove.errors import UserError
 from nanorove.files import write_text_atomic
 from nanorove.guards import BadSteps, StopSignal, check_weights, lock_run
 from nanorove.optim import lr_at, make_optimizer
@@ -316,13 +316,5 @@ def run_training(
     return {"step": train.max_steps, "train/loss": train_loss, "val/loss": val_loss}
 
 
-def cli() -> None:
-    config, resume = load_config(sys.argv[1:])
-    try:
-        main(config, resume)
-    finally:
-        shutdown_distributed()
-
-
 if __name__ == "__main__":
-    run_cli(cli)
+    run_distributed(lambda: main(*load_config(sys.argv[1:])))

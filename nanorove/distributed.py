@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanorove.errors import UserError
+from nanorove.errors import UserError, run_cli
 
 Dtype = Literal["fp32", "bf16"]
 T = TypeVar("T")
@@ -66,9 +66,11 @@ class DistInfo:
         return contextlib.nullcontext()  # torch's own order: flash first
 
     def print0(self, text: str) -> None:
-        """Print on rank 0 alone."""
+        """Print on rank 0 alone. Nobody may be there to read it (a closed terminal, a `| tee` that
+        Ctrl-C ended), and that must not cost the checkpoint that comes next."""
         if self.rank == 0:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):
+                print(text, flush=True)
 
     def sum_across_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on every rank (in place)."""
@@ -162,6 +164,14 @@ def _store(world_size: int) -> dist.Store | None:
     return dist.PrefixStore(f"life_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
-def shutdown_distributed() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+def run_distributed(main: Callable[[], object]) -> None:
+    """`run_cli` for a script that joins a process group: it leaves the group on errors too."""
+
+    def then_leave() -> None:
+        try:
+            main()
+        finally:
+            if dist.is_available() and dist.is_initialized():
+                dist.destroy_process_group()
+
+    run_cli(then_leave)

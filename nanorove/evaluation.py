@@ -178,6 +178,41 @@ def _identity(meta: dict[str, Any], model_sha256: str) -> dict[str, Any]:
     }
 
 
+def parse_yarn(text: str) -> list[str]:
+    """ "none,auto,4.0" -> ["none", "auto", "4"], each once. Raises UserError."""
+    settings = []
+    for setting in (part.strip() for part in text.split(",")):
+        if setting not in ("none", "auto"):
+            try:
+                factor = float(setting)
+            except ValueError:
+                factor = 0.0
+            if not 1 <= factor < float("inf"):
+                raise UserError(
+                    f"--yarn {text}: {setting!r} is neither none, auto nor a number >= 1"
+                )
+            setting = str(factor).removesuffix(".0")  # one name for one factor
+        settings.append(setting)
+    return list(dict.fromkeys(settings))
+
+
+def yarn_factor(setting: str, length: int, config: GPTConfig) -> float | str:
+    """The factor to evaluate `length` with, or why there is no such number (a sentence).
+
+    A model that was extended with YaRN was trained with its factor, so `none` keeps that one and
+    `auto` never goes below it.
+    """
+    if config.pos_emb == "learned" and length > config.block_size:
+        return f"learned positions end at {config.block_size} tokens"
+    if setting == "none":
+        return config.yarn_factor
+    if not config.rotary:
+        return f"YaRN rescales rotary positions; this model has pos_emb {config.pos_emb!r}"
+    if setting == "auto":
+        return max(config.yarn_factor, length / config.block_size)
+    return float(setting)
+
+
 # -----------------------------------------------------------------------------
 # the result file
 

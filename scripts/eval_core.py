@@ -25,8 +25,8 @@ from data.tokenizer import Tokenizer, recorded_tokenizer
 from model import GPT
 from nanorove import core_tasks
 from nanorove.core_tasks import MAX_LENGTH, TASKS, Outcome, Task, name_of
-from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
-from nanorove.errors import UserError, run_cli
+from nanorove.distributed import DistInfo, init_distributed, run_distributed
+from nanorove.errors import UserError
 from nanorove.evaluation import Subject, finish, header, open_output, open_subject, score_all
 from nanorove.files import sha256_file
 from nanorove.scoring import Span
@@ -404,13 +404,5 @@ def read_rows(bundle: Bundle, task: Task) -> tuple[list[dict[str, Any]], str]:
     return rows, hashlib.sha256(data).hexdigest()
 
 
-def cli() -> None:
-    args = tyro.cli(Args, prog="python -m scripts.eval_core")
-    try:
-        main(args)
-    finally:
-        shutdown_distributed()
-
-
 if __name__ == "__main__":
-    run_cli(cli)
+    run_distributed(lambda: main(tyro.cli(Args, prog="python -m scripts.eval_core")))

@@ -24,8 +24,8 @@ import tyro
 
 from data.tokenizer import EOT_TEXT, Tokenizer, recorded_tokenizer
 from model import GPT
-from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
-from nanorove.errors import UserError, run_cli
+from nanorove.distributed import DistInfo, init_distributed, run_distributed
+from nanorove.errors import UserError
 from nanorove.evaluation import finish, header, open_output, open_subject, resumable, score_all
 from nanorove.sampling import TextStream, generate
 from nanorove.scoring import Scored, Span
@@ -396,12 +396,5 @@ def as_harness_model(answers: Answers) -> Any:
     return NanoRoVE()
 
 
-def cli() -> None:
-    try:
-        main(tyro.cli(Args, prog="python -m scripts.eval_harness"))
-    finally:
-        shutdown_distributed()
-
-
 if __name__ == "__main__":
-    run_cli(cli)
+    run_distributed(lambda: main(tyro.cli(Args, prog="python -m scripts.eval_harness")))

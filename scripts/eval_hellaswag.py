@@ -16,8 +16,8 @@ import tyro
 from data.download import fetch
 from data.tokenizer import recorded_tokenizer
 from nanorove import hellaswag
-from nanorove.distributed import init_distributed, shutdown_distributed
-from nanorove.errors import UserError, run_cli
+from nanorove.distributed import init_distributed, run_distributed
+from nanorove.errors import UserError
 from nanorove.evaluation import finish, header, open_output, open_subject, score_all
 from nanorove.files import sha256_file
 
@@ -92,12 +92,5 @@ def main(args: Args) -> dict[str, Any]:
     return record
 
 
-def cli() -> None:
-    try:
-        main(tyro.cli(Args, prog="python -m scripts.eval_hellaswag"))
-    finally:
-        shutdown_distributed()
-
-
 if __name__ == "__main__":
-    run_cli(cli)
+    run_distributed(lambda: main(tyro.cli(Args, prog="python -m scripts.eval_hellaswag")))

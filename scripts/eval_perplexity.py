@@ -24,9 +24,18 @@ from data.text import file_units, find_files, read_file
 from data.tokenizer import Tokenizer, check_tokenizer, recorded_tokenizer
 from model import GPTConfig
 from nanorove import stats
-from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
-from nanorove.errors import UserError, run_cli
-from nanorove.evaluation import Subject, finish, header, open_output, open_subject, resumable
+from nanorove.distributed import DistInfo, init_distributed, run_distributed
+from nanorove.errors import UserError
+from nanorove.evaluation import (
+    Subject,
+    finish,
+    header,
+    open_output,
+    open_subject,
+    parse_yarn,
+    resumable,
+    yarn_factor,
+)
 from nanorove.files import read_json, sha256_file
 from nanorove.hf import RUN_JSON
 from nanorove.scoring import Span, batches, score
@@ -158,47 +167,12 @@ def parse_lengths(text: str) -> list[int]:
     return lengths
 
 
-def parse_yarn(text: str) -> list[str]:
-    """ "none,auto,4.0" -> ["none", "auto", "4"], each once. Raises UserError."""
-    settings = []
-    for setting in (part.strip() for part in text.split(",")):
-        if setting not in ("none", "auto"):
-            try:
-                factor = float(setting)
-            except ValueError:
-                factor = 0.0
-            if not 1 <= factor < float("inf"):
-                raise UserError(
-                    f"--yarn {text}: {setting!r} is neither none, auto nor a number >= 1"
-                )
-            setting = str(factor).removesuffix(".0")  # one name for one factor
-        settings.append(setting)
-    return list(dict.fromkeys(settings))
-
-
 def parse_quantities(text: str) -> list[str]:
     """ "disjoint,last" -> ["last", "disjoint"], in the order of QUANTITIES. Raises UserError."""
     asked = {part.strip() for part in text.split(",")}
     if unknown := sorted(asked - set(QUANTITIES)):
         raise UserError(f"--quantities {text}: {unknown[0]!r} is none of {', '.join(QUANTITIES)}")
     return [quantity for quantity in QUANTITIES if quantity in asked]
-
-
-def yarn_factor(setting: str, length: int, config: GPTConfig) -> float | str:
-    """The factor to evaluate `length` with, or why there is no such number (a sentence).
-
-    A model that was extended with YaRN was trained with its factor, so `none` keeps that one and
-    `auto` never goes below it.
-    """
-    if config.pos_emb == "learned" and length > config.block_size:
-        return f"learned positions end at {config.block_size} tokens"
-    if setting == "none":
-        return config.yarn_factor
-    if not config.rotary:
-        return f"YaRN rescales rotary positions; this model has pos_emb {config.pos_emb!r}"
-    if setting == "auto":
-        return max(config.yarn_factor, length / config.block_size)
-    return float(setting)
 
 
 # -----------------------------------------------------------------------------
@@ -531,13 +505,5 @@ def sha256_of_tokens(tokens: np.ndarray) -> str:
     return hashlib.sha256(tokens.astype("<u2").tobytes()).hexdigest()
 
 
-def cli() -> None:
-    args = tyro.cli(Args, prog="python -m scripts.eval_perplexity")
-    try:
-        main(args)
-    finally:
-        shutdown_distributed()
-
-
 if __name__ == "__main__":
-    run_cli(cli)
+    run_distributed(lambda: main(tyro.cli(Args, prog="python -m scripts.eval_perplexity")))

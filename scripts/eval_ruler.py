@@ -23,13 +23,21 @@ from data.shards import MANIFEST
 from data.tokenizer import Tokenizer, check_tokenizer, recorded_tokenizer
 from model import GPT
 from nanorove import ruler_metrics as ruler
-from nanorove.distributed import DistInfo, init_distributed, shutdown_distributed
-from nanorove.errors import UserError, run_cli
-from nanorove.evaluation import finish, header, open_output, open_subject, resumable, score_all
+from nanorove.distributed import DistInfo, init_distributed, run_distributed
+from nanorove.errors import UserError
+from nanorove.evaluation import (
+    finish,
+    header,
+    open_output,
+    open_subject,
+    parse_yarn,
+    resumable,
+    score_all,
+    yarn_factor,
+)
 from nanorove.files import sha256_file
 from nanorove.sampling import generate
 from nanorove.scoring import Scored, Span
-from scripts.eval_perplexity import parse_yarn, yarn_factor
 
 FIELDS = {
     "index": int, "task": str, "input": str, "answer_prefix": str, "outputs": list,
@@ -448,12 +456,5 @@ def show(result: dict[str, Any], info: DistInfo) -> None:
                 )
 
 
-def cli() -> None:
-    try:
-        main(tyro.cli(Args, prog="python -m scripts.eval_ruler"))
-    finally:
-        shutdown_distributed()
-
-
 if __name__ == "__main__":
-    run_cli(cli)
+    run_distributed(lambda: main(tyro.cli(Args, prog="python -m scripts.eval_ruler")))

@@ -33,10 +33,8 @@ from scripts.eval_perplexity import (
     main,
     parse_lengths,
     parse_quantities,
-    parse_yarn,
     slide,
     to_span,
-    yarn_factor,
 )
 from tests import reference
 from tests.conftest import EOT, REPO, with_checksum, write_data_dir
@@ -426,18 +424,6 @@ def test_there_is_no_curve_of_a_factor_that_depends_on_the_length(save):
     assert curve_of(record, "none")["sums"] != curve_of(record, "4")["sums"]
 
 
-def test_yarn_factor():
-    rope = GPTConfig(block_size=1024)
-    assert [yarn_factor(s, 4096, rope) for s in ("none", "auto", "8")] == [1.0, 4.0, 8.0]
-    assert yarn_factor("auto", 512, rope) == 1.0
-    extended = GPTConfig(block_size=1024, yarn_factor=4.0)  # trained with YaRN at 4096
-    assert [yarn_factor("none", n, extended) for n in (512, 8192)] == [4.0, 4.0]
-    assert [yarn_factor("auto", n, extended) for n in (512, 8192)] == [4.0, 8.0]
-    without = GPTConfig(pos_emb="none")
-    assert yarn_factor("none", 4096, without) == 1.0
-    assert "none" in yarn_factor("2", 4096, without)
-
-
 def test_a_checkpoint_trained_with_yarn_keeps_its_factor(save):
     run, model = save(yarn=2.0)
     record = main(Args(run, lengths="8,16", yarn="none"))
@@ -669,10 +655,5 @@ def test_one_clear_line(save, options, match):
 
 def test_command_line_lists():
     assert parse_lengths("1024,256,256") == [256, 1024]
-    assert parse_yarn("none, auto,4,none") == ["none", "auto", "4"]
-    assert parse_yarn("4.0,4,2.50") == ["4", "2.5"]
     assert parse_quantities("sliding, last") == ["last", "sliding"]
     assert default_lengths(GPTConfig()) == [512, 1024, 2048, 4096, 8192, 16384]
-    for text in ("off", "none,0.5", "nan", ""):
-        with pytest.raises(UserError, match="--yarn"):
-            parse_yarn(text)

@@ -24,7 +24,9 @@ from nanorove.evaluation import (
     header,
     open_output,
     open_subject,
+    parse_yarn,
     resumable,
+    yarn_factor,
 )
 from nanorove.hf import to_hf_config, to_hf_state
 from scripts import export_hf, import_hf
@@ -189,6 +191,26 @@ def test_finish_writes_whole_files_and_forgets_only_the_journal(tmp_path):
     assert json.loads(out.read_text()) == {"a": 2}
 
 
+def test_yarn_factor():
+    rope = GPTConfig(block_size=1024)
+    assert [yarn_factor(s, 4096, rope) for s in ("none", "auto", "8")] == [1.0, 4.0, 8.0]
+    assert yarn_factor("auto", 512, rope) == 1.0
+    extended = GPTConfig(block_size=1024, yarn_factor=4.0)  # trained with YaRN at 4096
+    assert [yarn_factor("none", n, extended) for n in (512, 8192)] == [4.0, 4.0]
+    assert [yarn_factor("auto", n, extended) for n in (512, 8192)] == [4.0, 8.0]
+    without = GPTConfig(pos_emb="none")
+    assert yarn_factor("none", 4096, without) == 1.0
+    assert "none" in yarn_factor("2", 4096, without)
+
+
+def test_yarn_settings_of_the_command_line():
+    assert parse_yarn("none, auto,4,none") == ["none", "auto", "4"]
+    assert parse_yarn("4.0,4,2.50") == ["4", "2.5"]
+    for text in ("off", "none,0.5", "nan", ""):
+        with pytest.raises(UserError, match="--yarn"):
+            parse_yarn(text)
+
+
 # -----------------------------------------------------------------------------
 # units of work
 
@@ -293,8 +315,8 @@ import numpy as np
 import torch
 from model import GPT, GPTConfig
 from nanorove import evaluation
-from nanorove.distributed import init_distributed, shutdown_distributed
-from nanorove.errors import UserError, run_cli
+from nanorove.distributed import init_distributed, run_distributed
+from nanorove.errors import UserError
 from nanorove.evaluation import finish, resumable, score_all
 from nanorove.scoring import Span
 from tests import reference
@@ -337,9 +359,8 @@ def main():
     print(f"rank {info.rank}: {len(calls)} batches, {digest}", flush=True)
     Path(f"rank_{info.rank}").write_text(digest)
     finish(Path(sys.argv[1]), record, Path("journal"), info)
-    shutdown_distributed()
 
-run_cli(main)
+run_distributed(main)
 """
 
 
