@@ -20,18 +20,19 @@ BAD_STEPS_LIMIT = 10  # skipped in a row; one may be bad luck, ten are a broken 
 
 
 class StopSignal:
-    """Remembers that SIGTERM, SIGINT or SIGUSR1 asked the training to stop.
+    """Remembers that SIGTERM, SIGINT, SIGUSR1 or SIGHUP asked the training to stop.
 
     The loop looks at `name` at the end of a step; nothing is interrupted. Repeats change nothing:
     at Ctrl-C under torchrun each process gets the signal twice. Ctrl-\\ (SIGQUIT) ends at once.
+    SIGHUP (the terminal was closed) stays ignored where `nohup` has it so.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.before = {
-            number: signal.signal(number, self._remember)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        }
+        numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self.before = {number: signal.signal(number, self._remember) for number in numbers}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name

@@ -79,6 +79,12 @@ class Slots:
             return {}
         return {"OMP_NUM_THREADS": str(max(1, cpu_cores() // self.count))}
 
+    def shown(self, job: Job, slot: int = 0) -> str:
+        """What to type for this job."""
+        environment = self.environment(slot) if self.count > 1 else {}  # alone it has everything
+        settings = [f"{name}={value}" for name, value in environment.items()]
+        return " ".join([*settings, "python", shlex.join(self.command(job))])
+
     def __str__(self) -> str:
         share = f"{self.processes} of {len(self.gpus)} GPUs" if self.gpus else "CPU"
         if not self.gpus and "OMP_NUM_THREADS" in (env := {**os.environ, **self.environment(0)}):
@@ -187,7 +193,7 @@ def run_jobs(jobs: Sequence[Job], slots: Slots, logs: Path, lock: int, stop: Sto
         prepared = job.prepare()
         log, command = log_of(job), slots.command(job)
         where = f"\n  its output: {log}" if log else ""
-        print(f"[run] {job.name}\n$ python {shlex.join(command)}{where}", flush=True)
+        print(f"[run] {job.name}\n$ {slots.shown(job, slot)}{where}", flush=True)
         process = start(command, slots.environment(slot), lock, log)
         running[slot] = job, process, prepared, time.monotonic()
 
@@ -218,7 +224,8 @@ def run_jobs(jobs: Sequence[Job], slots: Slots, logs: Path, lock: int, stop: Sto
                 waiting.clear()
                 if running:
                     names = ", ".join(job.name for job, *_ in running.values())
-                    print(f"stopping; waiting for {names} to save", flush=True)
+                    with contextlib.suppress(OSError):  # whoever read it may be gone
+                        print(f"stopping; waiting for {names} to save", flush=True)
                 for _, process, *_ in running.values():
                     process.terminate()
             for slot in range(slots.count):

@@ -1,6 +1,7 @@
 """scripts.jobs: real processes that run side by side, fail, are stopped, and never outlive us."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,7 +58,11 @@ def test_two_at_a_time(run, capfd):
     out = capfd.readouterr().out
     assert Path("x/logs/the-one.log").read_text() == "from one\n"
     assert "from one\n" not in out.splitlines(keepends=True)  # nor does the screen show both
-    assert "[run] the one\n$ python -c " in out and "\n[end] two: " in out and finished == [1]
+    assert (
+        re.search(r"\[run\] the one\n\$ (OMP_NUM_THREADS=\d+ )?python -c ", out)
+        and "\n[end] two: " in out
+        and finished == [1]
+    )
 
 
 def test_one_at_a_time(run, capfd):
@@ -130,6 +135,31 @@ def main():
         run_jobs([job], Slots(1, []), Path("x/logs"), lock, StopSignal())
 run_cli(main)
 """
+
+
+def test_the_command_that_is_shown_can_be_typed(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(jobs, "cpu_cores", lambda: 6)
+    it = Job("a", ["train.py", "a b"], torchrun=True)
+    assert Slots(1, []).shown(it) == "python train.py 'a b'"
+    assert Slots(2, []).shown(it) == "OMP_NUM_THREADS=3 python train.py 'a b'"
+    shown = Slots(2, list("4567")).shown(it, 1)
+    assert shown.startswith("CUDA_VISIBLE_DEVICES=6,7 python -m torch.distributed.run --standalone")
+
+
+def test_a_reader_that_went_away_does_not_keep_jobs_from_saving(tmp_path, monkeypatch):
+    """As in `experiment | tee log`, where Ctrl-C ends tee first; a closed terminal is the same."""
+    monkeypatch.chdir(tmp_path)
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    first = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, SAVES], env=env, stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # we may be under nohup
+    )  # fmt: skip
+    while not Path("a.started").exists():
+        time.sleep(0.05)
+    first.stdout.close()
+    first.send_signal(signal.SIGHUP)
+    assert first.wait(60) == 130 and Path("a.saved").is_file()
 
 
 def test_jobs_do_not_outlive_a_killed_experiment(tmp_path, monkeypatch, capfd):
