@@ -9,135 +9,42 @@ docs/experiments.md says what is checked, and what makes results unusable.
 
 import dataclasses
 import datetime
-import difflib
 import hashlib
 import json
 import os
-import re
-import shlex
 import shutil
-import tomllib
-import types
-import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import tyro
 
 from data import ruler as ruler_data
-from data.shards import MANIFEST, load_manifest
-from model import GPTConfig
-from nanorove import core_tasks, hellaswag, perf
-from nanorove.config import Config, config_differences, flatten, load_config
+from data.shards import MANIFEST
+from nanorove import hellaswag, perf
+from nanorove.config import Config, config_differences
 from nanorove.errors import UserError, run_cli
 from nanorove.files import read_json, sha256_file
 from nanorove.guards import StopSignal
 from nanorove.results import read_metrics
 from scripts import eval_core, provenance
-from scripts.eval_perplexity import parse_lengths, parse_quantities, parse_yarn
+from scripts.experiment_file import (
+    Configs,
+    Experiment,
+    Ruler,
+    arm_config,
+    check_models,
+    compare_arms,
+    is_prepared,
+    load_experiment,
+    train_arguments,
+)
 from scripts.jobs import Job, Slots, make_slots, only_one, run_jobs, visible_gpus
 
-T = TypeVar("T")
-
-# what arms must share even if the file lets them differ: they would not be comparable
-SHARED = ("train.total_batch_size", "train.max_steps", "train.val_tokens")
 # arms that differ in one of these cannot start from equal weights
 OTHER_WEIGHTS = ("model.n_layer", "model.n_head", "model.n_embd", "init_from")
-# the least that the evaluations' numbers may be
-LEAST = {"documents": 2, "limit": 1, "max_length": 2, "samples": 1, "max_new_tokens": 1}
-
-
-@dataclass(frozen=True)
-class Data:
-    dir: str
-    """Where the shards are; the arms' configs must name the same folder."""
-    command: list[str]
-    """Makes them, as `python -m <command>`."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A training; or, with `from`, the weights of another arm evaluated with other positions."""
-
-    config: str | None = None
-    overrides: list[str] = field(default_factory=list)
-    """As on train.py's command line: ["--train.max_steps", "100"]."""
-    from_: str | None = None
-    pos_emb: str | None = None
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    lengths: list[int]
-    yarn: list[str]
-    documents: int | None = None
-    """The first N that are long enough; without it all of them."""
-    quantities: list[str] | None = None
-
-
-@dataclass(frozen=True)
-class Core:
-    bundle: str | None = None
-    tasks: list[str] | None = None
-    limit: int | None = None
-    max_length: int | None = None
-    yarn_factor: float | None = None
-
-
-@dataclass(frozen=True)
-class Ruler:
-    data: str
-    """Folder of the prompts; made if they are not there."""
-    tokenizer: str
-    lengths: list[int]
-    samples: int
-    yarn: list[str]
-    tasks: list[str] | None = None
-    """Without it all that fit."""
-    squad: str | None = None
-    hotpot: str | None = None
-
-
-@dataclass(frozen=True)
-class Hellaswag:
-    data: str | None = None
-    limit: int | None = None
-
-
-@dataclass(frozen=True)
-class Samples:
-    prompts: list[str]
-    max_new_tokens: int
-
-
-@dataclass(frozen=True)
-class Experiment:
-    name: str
-    """Its runs are runs/<name>/<arm>-seed<seed>, its report is runs/<name>/report.html."""
-    title: str
-    seeds: list[int]
-    data: Data
-    arms: dict[str, Arm]
-    """The first one is the baseline."""
-    arms_differ_in: list[str] = field(default_factory=lambda: ["model.pos_emb"])
-    """The config keys in which arms may differ; any other difference is refused."""
-    slots: int = 1
-    """How many trainings or evaluations at a time; they share GPUs or CPU cores evenly."""
-    # an evaluation without a section is not made
-    perplexity: Perplexity | None = None
-    packed: Perplexity | None = None
-    """Perplexity on all validation documents one behind the other."""
-    core: Core | None = None
-    ruler: Ruler | None = None
-    hellaswag: Hellaswag | None = None
-    samples: Samples | None = None
-
-    @property
-    def dir(self) -> Path:
-        return Path("runs") / self.name
 
 
 @dataclass(frozen=True)
@@ -156,21 +63,23 @@ class Args:
     """With --dry-run: of which kind (the 80 GB A100)."""
 
 
-Configs = dict[tuple[str, int], Config]  # by (arm, seed)
-
-
 def main(args: Args) -> None:
     """Raises UserError for a faulty file, arms that differ in too much, and a step that fails."""
     experiment = load_experiment(args.experiment)
-    configs = {
-        (arm, seed): arm_config(experiment, arm, seed)
-        for seed in experiment.seeds
-        for arm in experiment.arms
-    }
-    print(compare_arms(experiment, configs))
-    check_models(experiment, configs)
+    try:
+        configs = {
+            (arm, seed): arm_config(experiment, arm, seed)
+            for seed in experiment.seeds
+            for arm in experiment.arms
+        }
+        print(compare_arms(experiment, configs))
+        check_models(experiment, configs)
+    except UserError as error:
+        raise UserError(f"{args.experiment}: {error}") from None
     if args.gpus is not None and not args.dry_run:
         raise UserError("--gpus is for --dry-run; CUDA_VISIBLE_DEVICES says which ones are used")
+    if args.gpus is not None and args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus}: at least 1; without it the plan is for this machine")
     gpus = visible_gpus() if args.gpus is None else [str(i) for i in range(args.gpus)]
     slots = make_slots(experiment.slots if args.slots is None else args.slots, gpus)
     for config in configs.values():
@@ -189,254 +98,7 @@ def main(args: Args) -> None:
 
 
 # -----------------------------------------------------------------------------
-# the file
-
-
-def load_experiment(path: Path) -> Experiment:
-    """Read an experiment file. Raises UserError for what is unknown, missing or of a wrong type."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; see experiments/ for those there are") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not TOML: {error}") from None
-    experiment = read_table(Experiment, values, str(path), "")
-    try:
-        check_experiment(experiment)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    return experiment
-
-
-def check_experiment(experiment: Experiment) -> None:
-    """Raise UserError for what would fail only after hours of training."""
-    if not experiment.arms or not experiment.seeds:
-        raise UserError("at least one arm and one seed are needed")
-    if len(set(experiment.seeds)) < len(experiment.seeds):
-        raise UserError(f"seeds {experiment.seeds}: each once")
-    for key in experiment.arms_differ_in:
-        if key in SHARED:
-            raise UserError(f"arms_differ_in: {key} must be the same in all arms")
-    for name, arm in experiment.arms.items():
-        if (arm.config is None) == (arm.from_ is None):
-            raise UserError(f"arms.{name}: needs config, or from and pos_emb")
-        if arm.from_ is not None:
-            check_derived(experiment, name, arm)
-        elif arm.pos_emb is not None:
-            raise UserError(f"arms.{name}: pos_emb stands in its config; it goes with from")
-        for option in arm.overrides:
-            if option.split("=")[0].replace("-", "_") in ("__seed", "__run_name", "__resume"):
-                raise UserError(f"arms.{name}: {option} is the experiment's to set")
-    for name in (*experiment.name.split("/"), *experiment.arms):
-        if not re.fullmatch(r"[\w.=+-]+", name) or name in (".", ".."):
-            raise UserError(f"{name!r} names a folder: letters, digits and ._=+- only")
-    for name in ("perplexity", "packed", "core", "ruler", "hellaswag", "samples"):
-        if section := getattr(experiment, name):
-            try:
-                check_section(section)
-            except UserError as error:
-                raise UserError(f"{name}: {error}") from None
-
-
-def check_section(section: Perplexity | Core | Ruler | Hellaswag | Samples) -> None:
-    """Raise UserError for a value that the script behind a section would refuse."""
-    values = vars(section)
-    lists = {k: ",".join(map(str, v)) for k, v in values.items() if isinstance(v, list)}
-    for key, least in LEAST.items():
-        if values.get(key) is not None and values[key] < least:
-            raise UserError(f"{key} {values[key]}: at least {least}")
-    given = ["data"] if isinstance(section, Hellaswag) else ["bundle", "squad", "hotpot"]
-    for key in given:
-        if values.get(key) is not None and not Path(values[key]).exists():
-            raise UserError(f"{key} {values[key]}: not there")
-    if isinstance(section, Perplexity | Ruler):
-        parse_lengths(lists["lengths"])
-        parse_yarn(lists["yarn"])
-    if isinstance(section, Perplexity) and "quantities" in lists:
-        parse_quantities(lists["quantities"])
-    if isinstance(section, Ruler):
-        ruler_data.parse_lengths(lists["lengths"])
-        ruler_data.parse_tasks(lists.get("tasks", "all"), qa_depth=False)
-    if isinstance(section, Core):
-        if (section.max_length or 0) > eval_core.LONGEST:
-            raise UserError(f"max_length {section.max_length}: at most {eval_core.LONGEST:,}")
-        known = [task.label for task in core_tasks.TASKS]
-        if section.tasks is not None and not set(section.tasks or [""]) <= set(known):
-            raise UserError(f"tasks {lists['tasks']}: choose of {', '.join(known)}")
-        if section.bundle is not None:
-            bundle = eval_core.open_bundle(Path(section.bundle))
-            eval_core.choose(bundle, eval_core.check_tables(bundle), lists.get("tasks"))
-    if isinstance(section, Samples):
-        if not section.prompts:
-            raise UserError("prompts: at least one")
-        for prompt in section.prompts:
-            if prompt.startswith("-"):  # the command line would take it for an option
-                raise UserError(f"a prompt cannot begin with '-': {prompt!r}")
-
-
-def check_derived(experiment: Experiment, name: str, arm: Arm) -> None:
-    """Raise UserError unless the arm that is only evaluated can be made of the one it names."""
-    source = experiment.arms.get(arm.from_)
-    if source is None or source.config is None:
-        raise UserError(f"arms.{name}: from {arm.from_!r} is not an arm that is trained")
-    if arm.overrides:
-        raise UserError(f"arms.{name}: it is not trained, so it has no overrides")
-    modes = typing.get_args(typing.get_type_hints(GPTConfig)["pos_emb"])
-    if arm.pos_emb not in modes or arm.pos_emb == "learned":
-        fitting = ", ".join(m for m in modes if m != "learned")
-        raise UserError(f"arms.{name}: pos_emb {arm.pos_emb!r} must be one of {fitting}")
-    if name == next(iter(experiment.arms)):
-        raise UserError(f"arms.{name}: the first arm is the baseline and must be trained")
-
-
-def read_table(kind: type[T], table: Any, path: str, prefix: str) -> T:
-    """A TOML table -> the dataclass `kind`, nested ones and dicts of them included.
-
-    A field whose name Python keeps for itself has a _ behind it, which the file has not.
-    """
-    if not isinstance(table, dict):
-        raise UserError(f"{path}: {prefix.rstrip('.')} must be a table, not {table!r}")
-    fields = {f.name.rstrip("_"): f for f in dataclasses.fields(kind)}
-    for key in table:
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0)[0]
-            raise UserError(f"{path}: unknown key {prefix}{key}; did you mean {prefix}{near}?")
-    values = {}
-    hints = typing.get_type_hints(kind)
-    for name, spec in fields.items():
-        where, hint = prefix + name, hints[spec.name]
-        if typing.get_origin(hint) is types.UnionType:  # X | None: TOML has no null
-            hint = typing.get_args(hint)[0]
-        if name not in table:
-            if spec.default is spec.default_factory is dataclasses.MISSING:
-                raise UserError(f"{path}: {where} is missing")
-        elif dataclasses.is_dataclass(hint):
-            values[spec.name] = read_table(hint, table[name], path, f"{where}.")
-        elif typing.get_origin(hint) is dict and isinstance(table[name], dict):
-            item = typing.get_args(hint)[1]
-            values[spec.name] = {
-                k: read_table(item, v, path, f"{where}.{k}.") for k, v in table[name].items()
-            }
-        elif not fits(table[name], hint):
-            raise UserError(f"{path}: {where} must be {hint_words(hint)}, not {table[name]!r}")
-        else:
-            values[spec.name] = table[name]
-    return kind(**values)
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Is a TOML value of the annotated type? (True is no int here, and an int is a float.)"""
-    if typing.get_origin(hint) is list:
-        return isinstance(value, list) and all(fits(x, typing.get_args(hint)[0]) for x in value)
-    return type(value) is hint or (hint is float and type(value) is int)
-
-
-def hint_words(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-
-
-# -----------------------------------------------------------------------------
-# the arms
-
-
-def train_arguments(experiment: Experiment, arm: str, seed: int) -> list[str]:
-    """What train.py gets, but for --resume."""
-    spec = experiment.arms[arm]
-    run_name = f"{experiment.name}/{arm}-seed{seed}"
-    return [spec.config, *spec.overrides, "--seed", str(seed), "--run_name", run_name]
-
-
-def arm_config(experiment: Experiment, arm: str, seed: int) -> Config:
-    """The config that this run will have, exactly as train.py reads it."""
-    spec = experiment.arms[arm]
-    if spec.from_ is not None:
-        source = arm_config(experiment, spec.from_, seed)
-        if source.model.pos_emb == "learned":
-            raise UserError(f"arm {arm}: {spec.from_} has learned positions, which are weights")
-        try:
-            return dataclasses.replace(
-                source,
-                run_name=f"{experiment.name}/{arm}-seed{seed}",
-                model=dataclasses.replace(source.model, pos_emb=spec.pos_emb),
-            )
-        except ValueError as error:
-            raise UserError(f"arm {arm}: {error}") from None
-    config, _ = load_config(train_arguments(experiment, arm, seed))
-    if Path(config.data.dir) != Path(experiment.data.dir):
-        raise UserError(
-            f"arm {arm}: its data.dir is {config.data.dir}, the experiment's is"
-            f" {experiment.data.dir}; they must be the same"
-        )
-    return config
-
-
-def compare_arms(experiment: Experiment, configs: Configs) -> str:
-    """Say in which keys the arms differ; raises UserError for one that the file does not name."""
-    baseline, *others = experiment.arms
-    seed = experiment.seeds[0]
-    found: dict[str, None] = {}
-    keys = flatten(dataclasses.asdict(configs[baseline, seed]))
-    for key in experiment.arms_differ_in:
-        if key not in keys:
-            near = difflib.get_close_matches(key, keys, n=1, cutoff=0)[0]
-            raise UserError(f"arms_differ_in: no key {key}; did you mean {near}?")
-    for arm in others:
-        differences = config_differences(configs[baseline, seed], configs[arm, seed])
-        for key, (before, now) in differences.items():
-            if key == "run_name":
-                continue
-            if key not in experiment.arms_differ_in:
-                raise UserError(
-                    f"arms {baseline} and {arm} differ in {key} ({before} and {now}), which"
-                    " arms_differ_in does not name; make them equal or add it there"
-                )
-            found[key] = None
-    if not others:
-        return f"one arm: {baseline}"
-    return f"arms differ only in {', '.join(found)}" if found else "arms do not differ"
-
-
-def check_models(experiment: Experiment, configs: Configs) -> None:
-    """Raise UserError for an evaluation that a model or its tokenizer cannot take."""
-    core, ruler, samples = experiment.core, experiment.ruler, experiment.samples
-    reach = {}
-    if core:
-        reach["core.max_length"] = core.max_length or core_tasks.MAX_LENGTH
-    if samples:
-        reach["samples.max_new_tokens"] = 1 + samples.max_new_tokens  # behind one at least
-    for (arm, _), config in configs.items():
-        model = config.model
-        for key, length in reach.items():
-            if model.pos_emb == "learned" and length > model.block_size:
-                raise UserError(
-                    f"{key}: {length} positions, but those of arm {arm} are learned and end at"
-                    f" {model.block_size}"
-                )
-        try:
-            if core and core.yarn_factor is not None:
-                dataclasses.replace(model, yarn_factor=core.yarn_factor)
-        except ValueError as error:
-            raise UserError(f"core: arm {arm}: {error}") from None
-    used = tokenizer_of(experiment.data)
-    if ruler and used not in (None, ruler.tokenizer):
-        raise UserError(f"ruler.tokenizer {ruler.tokenizer}: the data are made with {used}")
-
-
-def tokenizer_of(data: Data) -> str | None:
-    """Which one the command names, else that of the data; None if neither says."""
-    asked = [b for a, b in zip(data.command, data.command[1:], strict=False) if a == "--tokenizer"]
-    if asked:
-        return asked[-1]
-    there = (Path(data.dir) / MANIFEST).is_file()
-    return load_manifest(Path(data.dir))["tokenizer"]["name"] if there else None
-
-
-def is_prepared(data: Data) -> bool:
-    """Are there shards, made with the tokenizer that the command asks for?"""
-    folder = Path(data.dir)
-    if not (folder / MANIFEST).is_file():
-        return False
-    return load_manifest(folder)["tokenizer"]["name"] == tokenizer_of(data)
+# what was done
 
 
 def ruler_files(ruler: Ruler) -> dict[str, str] | None:
@@ -463,10 +125,6 @@ def ruler_files(ruler: Ruler) -> dict[str, str] | None:
         for (length, task), sha256 in sorted(there.items())
         if length in ruler.lengths and (not ruler.tasks or task in ruler.tasks)
     }
-
-
-# -----------------------------------------------------------------------------
-# what was done
 
 
 @dataclass(frozen=True)
@@ -496,6 +154,7 @@ class Plan:
             else:
                 self.sources[f"{arm}-seed{seed}"] = configs[source, seed]
         self.trained = {n: c for n, c in self.runs.items() if n not in self.sources}
+        self.checked_data: str | None = None  # data_sha256 when the shards were looked at
 
     @property
     def data_sha256(self) -> str | None:
@@ -575,11 +234,12 @@ class Plan:
         files = [d / name for d in dirs for name in ("config.toml", "meta.json", "metrics.jsonl")]
         files += [path for d in dirs for path in sorted((d / "eval").glob("*.json"))]
         inputs = {str(path): provenance.sha256_of(path) for path in files}
-        for path in sorted((provenance.ROOT / "scripts").glob("*.html")):
+        for path in sorted((provenance.ROOT / "scripts").glob("report_template.html")):
             inputs[f"scripts/{path.name}"] = sha256_file(path)
         arguments = ["-m", "scripts.report", *map(str, dirs), "--out", str(folder),
                      "--title", self.experiment.title]  # fmt: skip
-        return [self.once("report", arguments, folder / "report.html", inputs)]
+        also = ("report.md", "*.csv", "*.png")
+        return [self.once("report", arguments, folder / "report.html", inputs, also=also)]
 
     def wandb(self) -> list[Step]:
         config, folder = next(iter(self.trained.values())), self.experiment.dir
@@ -599,9 +259,10 @@ class Plan:
         output: Path,
         inputs: dict[str, Any],
         torchrun: bool = False,
+        also: Sequence[str] = (),
     ) -> Step:
         """A step that is done if `output` is what this very command made of these very inputs,
-        by the code as it is now."""
+        by the code as it is now. also: patterns of more files that it makes beside it."""
 
         def receipt() -> dict[str, Any]:
             # of the command without torchrun: the number of processes does not change a result
@@ -621,17 +282,20 @@ class Plan:
         def sign(receipt: dict[str, Any]) -> None:
             if not output.is_file():
                 raise UserError(f"step {name!r} ended well, but {output} is not there")
-            self.ledger.receipts[name] = receipt | {"output": sha256_file(output)}
+            made = [output, *(path for pattern in also for path in output.parent.glob(pattern))]
+            hashes = {path.name: sha256_file(path) for path in made}
+            self.ledger.receipts[name] = receipt | {"output": hashes}
             self.ledger.save()
 
         job = Job(name, arguments, torchrun, prepare=begin, finish=sign)
         known = self.ledger.receipts.get(name, {})
-        if "output" not in known or not output.is_file():
+        if not isinstance(known.get("output"), dict) or not output.is_file():
             return Step(job, done=False)
-        now = receipt() | {"output": sha256_file(output)}
+        there = {file: provenance.sha256_of(output.parent / file) for file in known["output"]}
+        now = receipt() | {"output": there}
         changed = provenance.differing(known, now)
         if "code" in changed:
-            changed += provenance.differing(known["code"], now["code"])
+            changed += provenance.differing(known.get("code", {}), now["code"])
         return Step(job, done=not changed, why=f"changed since: {', '.join(changed)}")
 
     # what is checked
@@ -639,6 +303,12 @@ class Plan:
     def check_trained(self, config: Config) -> None:
         """train.py ends well on a signal too, and half a training must not be compared."""
         if not provenance.is_trained(config, self.data_sha256):
+            meta = provenance.last_meta(config)
+            if meta and meta["step"] == config.train.max_steps:
+                raise UserError(
+                    f"{config.run_dir}: at its last step, and its validation loss is not finite: it"
+                    " diverged; move the folder away and lower train.learning_rate"
+                )
             raise UserError(
                 f"{config.run_dir} stopped before its last step; run the experiment again, it goes"
                 " on from there"
@@ -646,12 +316,24 @@ class Plan:
 
     def sign_training(self, name: str) -> None:
         """Before a training starts or goes on: all runs must be by the code there is now, and of
-        the data that were there."""
+        the data that were there. What was begun by code that is not known stays so."""
         code = provenance.code_of("train")
         self.ledger.check_training_code(self.trained, code, "the code there is now")
+        self.check_data()
+        begun = (self.trained[name].run_dir / "ckpt" / "last").is_file()
+        if not begun or name in self.ledger.trainings:
+            self.ledger.trainings[name] = {"code": code}
+            self.ledger.save()
+
+    def check_data(self) -> None:
+        """Raise UserError if these are not the data that batches and weights were compared with."""
         self.ledger.check_shards(Path(self.experiment.data.dir))
-        self.ledger.trainings[name] = {"code": code}
-        self.ledger.save()
+        self.checked_data = self.checked_data or self.data_sha256
+        if self.data_sha256 != self.checked_data:
+            raise UserError(
+                f"{self.experiment.data.dir}: other data than when the experiment was started, and"
+                " the two must not be mixed; put them back, or rename the experiment"
+            )
 
     def note_threads(self) -> None:
         """Name the runs that were trained with other threads than the slots give now."""
@@ -662,6 +344,15 @@ class Plan:
         if others and not self.slots.gpus:  # a GPU's sums do not depend on them
             print(f"note: not trained with the {now} threads that each has now, so the last bits"
                   f" may differ: {', '.join(others)}")  # fmt: skip
+
+    def note_strangers(self) -> None:
+        """Name results that no section of the file asks for: nobody keeps them up to date."""
+        ours = {name for name, *_ in self.evaluations_of(next(iter(self.runs.values())))}
+        for config in self.runs.values():
+            for path in sorted((config.run_dir / "eval").glob("*.json")):
+                if path.stem not in ours:
+                    print(f"note: {path} is of no section of the file, so nothing keeps it up to"
+                          " date, and it is in the report; move it away if it is old")  # fmt: skip
 
     def check_starts(self) -> None:
         """Runs of one seed must start from equal weights and see equal tokens; note both.
@@ -721,7 +412,7 @@ class Plan:
 
         alone = make_slots(1, self.slots.gpus)
         do(self.data(), alone)
-        self.ledger.check_shards(Path(self.experiment.data.dir))
+        self.check_data()
         trainings = self.trainings()
         self.ledger.check_code(self.trained, to_train=not all(s.done for s in trainings))
         self.note_threads()
@@ -732,6 +423,14 @@ class Plan:
                 print(f"[make] {name}: the weights of {source.run_name}")
                 provenance.derive(self.runs[name], source)
         do(self.evaluations())
+        self.check_data()
+        changed = [step for step in self.evaluations() if not step.done]
+        if changed:
+            raise UserError(
+                f"{', '.join(s.job.name for s in changed)}: {changed[0].why} while evaluations ran;"
+                " run the experiment again"
+            )
+        self.note_strangers()
         do(self.report(), alone)
         report = self.experiment.dir / "report.html"
         print(f"{'done' if count else 'nothing to do'}; the report is {report}")
@@ -745,9 +444,8 @@ class Plan:
             if step.done:
                 print(f"[done] {step.job.name}")
                 continue
-            shown = shlex.join(self.slots.command(step.job))
             why = f": {step.why}" if step.why else ""
-            print(f"[to run] {step.job.name}{why}\n$ python {shown}")
+            print(f"[to run] {step.job.name}{why}\n$ {self.slots.shown(step.job)}")
         for name, source in self.sources.items():
             print(f"{name} is not trained: it has the weights of {source.run_name}")
         missing = [c for c, s in zip(self.trained.values(), trainings, strict=True) if not s.done]
@@ -810,10 +508,8 @@ def hours(missing: Sequence[Config], configs: Sequence[Config], slots: Slots, gp
                 m["perf/tokens_per_s"] for m in read_metrics(path) if "perf/tokens_per_s" in m
             ]
     if not speeds:
-        return (
-            f"{label}: not known on a CPU before one has finished"
-            " (--gpus 8 --gpu h100 says it for GPUs)"
-        )
+        hint = " (--gpus 8 --gpu h100 says it for GPUs)" if missing[0].train.dtype == "bf16" else ""
+        return f"{label}: not known on a CPU before one has finished{hint}"
     seconds = sum(tokens) / float(np.median(speeds)) / min(slots.count, len(missing))
     return (
         f"{label}: {datetime.timedelta(seconds=round(seconds))} at {np.median(speeds):,.0f}"

@@ -36,11 +36,10 @@ from scripts.eval_perplexity import checked_sha256
 Runs = dict[str, Config]  # by <arm>-seed<seed>
 
 ROOT = Path(__file__).resolve().parent.parent
-# settings, logs, messages and storage: what these do wrong shows elsewhere (configs, weights and
-# results are compared by their content), and a better log line must not cost a training
+# settings, logs and messages: what these do wrong shows elsewhere (configs and results are compared
+# by their content), and a better log line must not cost a training
 NEUTRAL = {
-    f"nanorove/{name}.py"
-    for name in ("checkpoint", "config", "errors", "files", "perf", "runlog", "wandb_mirror")
+    f"nanorove/{name}.py" for name in ("config", "errors", "files", "runlog", "wandb_mirror")
 }
 
 # -----------------------------------------------------------------------------
@@ -62,11 +61,15 @@ class Ledger:
         try:
             content = read_json(path)
         except UserError:
-            raise UserError(f"{path}: not JSON; delete it, evaluations are redone") from None
-        content = content if isinstance(content, dict) else {}
-        self.receipts, self.trainings, self.starts, self.shards = (
-            content.get(key, {}) for key in self.PARTS
-        )
+            content = None
+        known = content is None or isinstance(content, dict)
+        parts = [content.get(key, {}) if known and content else {} for key in self.PARTS]
+        if path.is_file() and (not content or not all(map(of_objects, parts))):
+            raise UserError(
+                f"{path}: damaged; move it away: evaluations are redone, and by which code the"
+                " runs that are there were trained is then not known"
+            )
+        self.receipts, self.trainings, self.starts, self.shards = parts
 
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,11 +128,28 @@ class Ledger:
                       f" now ({', '.join(changed)})")  # fmt: skip
 
 
+def of_objects(part: Any) -> bool:
+    """Is it a dict of dicts, or of lists (the shards')?"""
+    return isinstance(part, dict) and all(isinstance(v, dict | list) for v in part.values())
+
+
+def last_meta(config: Config) -> dict[str, Any] | None:
+    """meta.json of a run's last checkpoint. None if there is none, or a damaged one, which train.py
+    replaces: it goes on from the one before."""
+    if not (config.run_dir / "ckpt" / "last").is_file():
+        return None
+    try:
+        return read_meta(resolve_step_dir(config.run_dir))
+    except UserError as error:
+        print(f"note: {error}; the training does that by itself")
+        return None
+
+
 def identity(config: Config) -> dict[str, Any]:
     """What a result says of a run: the hash of its weights, and the model they are in."""
-    if not (config.run_dir / "ckpt" / "last").is_file():
+    meta = last_meta(config)
+    if meta is None:
         return {"model": None}
-    meta = read_meta(resolve_step_dir(config.run_dir))
     sha256 = meta["files"]["model.safetensors"]["sha256"]
     return {"model": sha256, "step": meta["step"], "settings": meta["config"]["model"]}
 
@@ -140,9 +160,9 @@ def is_trained(config: Config, data_sha256: str | None) -> bool:
     Raises UserError if the run was made with another config or other data: two experiments must
     not be mixed.
     """
-    if not (config.run_dir / "ckpt" / "last").is_file():
+    meta = last_meta(config)
+    if meta is None:
         return False
-    meta = read_meta(resolve_step_dir(config.run_dir))
     fix = "move the folder away or rename the experiment"
     if "derived_from" in meta:
         raise UserError(f"{config.run_dir}: made of another run, but this arm is trained; {fix}")

@@ -18,10 +18,12 @@ import safetensors.numpy
 
 from data.ruler import TASKS
 from nanorove import hellaswag
-from nanorove.checkpoint import read_meta, resolve_step_dir
+from nanorove.checkpoint import SCHEMA, read_meta, resolve_step_dir
+from nanorove.config import config_to_dict
 from nanorove.errors import UserError
-from scripts import eval_core, experiment, provenance
-from scripts.experiment import Args, Data, Ruler, is_prepared, load_experiment, main, ruler_files
+from scripts import eval_core, experiment, experiment_file, provenance
+from scripts.experiment import Args, main, ruler_files
+from scripts.experiment_file import Data, Ruler, arm_config, is_prepared, load_experiment
 from scripts.jobs import only_one
 from tests.conftest import REPO, TINY_TOML, toy_tokens, write_data_dir
 from tests.core_bundle import write_folder
@@ -171,6 +173,22 @@ def edit(path: str, old: str, new: str) -> None:
         ("[samples]", RULER.replace("fwe", "few"), "ruler: --tasks few: choose of niah_single_1"),
         ("[samples]", RULER.replace("[700", "[131073"), "ruler: --lengths 131073: within 1..131,"),
         ("[samples]", RULER.replace("yarn", "squad = 'no'\nyarn"), "ruler: squad no: not there"),
+        ('name = "tiny"', 'name = "-x"', "'-x' names a folder"),
+        ('title = "Tiny"', 'title = "--help"', "title '--help': cannot begin with '-'"),
+        ('title = "Tiny"', 'title = "a\\u0000b"', "title must be str, not 'a\\x00b'"),
+        ('"c d"', '"a\\u0000b"', "samples.prompts must be list[str]"),
+        (
+            '"--out", "shards"',
+            '"--out", "other"',
+            "data.command writes to other, and data.dir is sh",
+        ),
+        ('["--train.log_interval"', '["--help"', "arms.rove: --help is no override"),
+        ('config = "rope.toml"', 'config = "no.toml"', "arms.rope: config no.toml: no such file"),
+        (
+            "seeds = [1]",
+            'seeds = [1]\narms_differ_in = ["model.block_size"]',
+            "arms_differ_in: model.block_size must be the same",
+        ),
     ],
 )
 def test_a_faulty_file_is_refused(folder, old, new, message):
@@ -185,6 +203,15 @@ def test_a_faulty_file_is_refused(folder, old, new, message):
     [
         ("[samples]", "[core]\nyarn_factor = 0.5\n[samples]", r"core: arm rope: yarn_factor .0.5"),
         ("[samples]", RULER.replace("bytes", "gpt2"), "ruler.tokenizer gpt2: .* made with bytes$"),
+        ('"auto"', '"1e300"', "x.toml: perplexity: arm rope: yarn_factor .1e.300. must be"),
+        ("[8, 16]", "[8, 1000000000000]", "x.toml: perplexity: arm rope: yarn_factor .* below"),
+        ("[samples]", RULER.replace("none", "1e300"), "x.toml: ruler: arm rope: yarn_factor"),
+        ("seeds = [1]", "seeds = [-1]", "x.toml: .*seed"),
+        (
+            '["--train.log_interval"',
+            '["--train.no"',
+            "x.toml: arm rove, seed 1: train.py refuses it",
+        ),
         (
             "seeds = [1]",
             'seeds = [1]\narms_differ_in = ["model.pos_em"]',
@@ -408,7 +435,7 @@ def test_unequal_starts_are_refused(folder, monkeypatch, what, values):
 
 def make_plan() -> experiment.Plan:
     file = load_experiment(Path("x.toml"))
-    configs = {(arm, 1): experiment.arm_config(file, arm, 1) for arm in file.arms}
+    configs = {(arm, 1): arm_config(file, arm, 1) for arm in file.arms}
     ledger = provenance.Ledger(file.dir / "experiment.json")
     return experiment.Plan(file, configs, experiment.make_slots(1, []), ledger)
 
@@ -487,6 +514,19 @@ def test_what_makes_a_result_unusable(folder, monkeypatch, capsys):
     step().job.finish(prepared)
     output.write_text("{ }")
     assert not step().done and step().why == "changed since: output"
+    output.write_text("{}")
+    assert step().done
+    # a step of several files: each is looked at, and what is not its own is not
+    options = {"also": ("*.csv",)}
+    (output.parent / "a.csv").write_text("1")
+    step_of = lambda: plan.once("r core", ["-m", "scripts.eval_core", "r"], output, {"model": "m"}, **options)  # noqa: E501, E731  # fmt: skip
+    step_of().job.finish(step_of().job.prepare())
+    (output.parent / "b.csv").write_text("mine")
+    assert step_of().done
+    (output.parent / "a.csv").unlink()
+    assert step_of().why == "changed since: output"
+    plan.ledger.receipts["r core"]["output"] = "of an earlier version"
+    assert not step_of().done
 
 
 def test_the_inputs_of_evaluations_at_their_default_places(folder, monkeypatch):
@@ -589,6 +629,81 @@ def test_a_failing_step_is_named(folder, capfd):
     assert "No module named data.nothing" in capfd.readouterr().err  # its own words are shown
 
 
+def finished(plan: experiment.Plan, name: str, val_loss: float | None = 1.0) -> Path:
+    """A checkpoint of a run's last step, as far as its meta.json."""
+    config = plan.trained[name]
+    step_dir = config.run_dir / "ckpt" / "step_00000006"
+    step_dir.mkdir(parents=True)
+    (step_dir.parent / "last").write_text("step_00000006\n")
+    meta = {
+        "schema": SCHEMA, "step": config.train.max_steps, "val_loss": val_loss,
+        "config": config_to_dict(config), "data": {"manifest_sha256": None},
+        "files": {"model.safetensors": {"sha256": "a", "bytes": 1}},
+    }  # fmt: skip
+    (step_dir / "meta.json").write_text(json.dumps(meta))
+    (step_dir / "model.safetensors").write_bytes(b"1")
+    return step_dir
+
+
+def test_a_training_that_diverged_is_named(folder):
+    """A loss that is not finite is null in meta.json; going on would change nothing."""
+    plan = make_plan()
+    finished(plan, "rope-seed1", val_loss=None)
+    step = plan.trainings()[0]
+    assert not step.done
+    with pytest.raises(UserError, match="rope-seed1: at its last step, and .* it diverged; move"):
+        step.job.finish(None)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "no weights"])
+def test_a_damaged_last_checkpoint_is_for_the_training_to_heal(folder, capsys, damage):
+    plan = make_plan()
+    step_dir = finished(plan, "rope-seed1")
+    assert plan.trainings()[0].done
+    if damage == "cut":
+        (step_dir / "meta.json").write_text("{")
+    else:
+        (step_dir / ("meta.json" if damage == "gone" else "model.safetensors")).unlink()
+    assert not plan.trainings()[0].done
+    assert plan.evaluations()  # to run, behind the training
+    assert "note: runs/tiny/rope-seed1/ckpt" in capsys.readouterr().out
+
+
+def test_what_was_begun_by_code_that_is_not_known_stays_so(folder, monkeypatch):
+    plan = make_plan()
+    monkeypatch.setattr(plan.ledger, "check_shards", lambda folder: None)
+    plan.sign_training("rove-seed1")
+    assert plan.ledger.trainings["rove-seed1"] == {"code": provenance.code_of("train")}
+    finished(plan, "rope-seed1")  # by hand, or before experiment.json was lost
+    plan.sign_training("rope-seed1")
+    assert "rope-seed1" not in plan.ledger.trainings
+    finished(plan, "rove-seed1")  # the experiment's own, stopped: it goes on
+    plan.sign_training("rove-seed1")
+    assert "rove-seed1" in plan.ledger.trainings
+
+
+def test_data_that_are_replaced_under_way_are_refused(folder, monkeypatch):
+    plan = make_plan()
+    monkeypatch.setattr(plan.ledger, "check_shards", lambda folder: None)
+    Path("shards").mkdir()
+    (Path("shards") / "manifest.json").write_text("{}")
+    plan.sign_training("rope-seed1")
+    (Path("shards") / "manifest.json").write_text("{ }")
+    with pytest.raises(UserError, match="shards: other data than when the experiment was started"):
+        plan.sign_training("rove-seed1")
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"receipts": 5}', '{"receipts": null}', '{"starts": {"a": 1}}', "{}"]
+)
+def test_a_damaged_ledger_is_named(folder, content):
+    path = Path("runs/tiny/experiment.json")
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(UserError, match="experiment.json: damaged; move it away: evaluations are"):
+        make_plan()
+
+
 def test_a_training_that_stopped_is_not_evaluated(folder, monkeypatch):
     """train.py ends with 0 when it was told to stop, but there is nothing to compare yet."""
     plan = make_plan()
@@ -602,7 +717,7 @@ def test_a_training_that_stopped_is_not_evaluated(folder, monkeypatch):
 def test_data_of_another_tokenizer_are_not_what_the_command_makes(tmp_path, monkeypatch):
     (tmp_path / "manifest.json").touch()
     manifest = {"tokenizer": {"name": "gpt2"}}
-    monkeypatch.setattr(experiment, "load_manifest", lambda folder: manifest)
+    monkeypatch.setattr(experiment_file, "load_manifest", lambda folder: manifest)
     for name, done in (("gpt2", True), ("bytes", False)):
         assert is_prepared(Data(str(tmp_path), ["data.text", "--tokenizer", name])) is done
     assert is_prepared(Data(str(tmp_path), ["data.text"]))
@@ -739,7 +854,7 @@ def results(runs: Path) -> dict[str, Any]:
         found[str(path.relative_to(runs))] = json.loads(path.read_text())
     record = json.loads((runs / "experiment.json").read_text())
     for receipt in record["receipts"].values():
-        receipt["output"] = None
+        receipt["output"] = None  # files with times in them
     del record["receipts"]["report"]  # its inputs are files with times in them
     del record["shards"]  # times
     return found | record
