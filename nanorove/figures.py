@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from nanorove.results import Arm, Comparison, Effect, Key, Run
+from nanorove.results import Arm, Comparison, Effect, Key, Run, averaged
 
 # Okabe and Ito's colours, which the colour-blind can tell apart: one per pos_emb, everywhere. An
 # SVG gets CSS variables of the same names instead, so that its page can be dark.
@@ -124,17 +124,21 @@ def lines_figure(
     context = arms[0].runs[0].context
     for panel, (ax, *below) in zip(panels, axes.T, strict=True):
         for arm in arms:
-            _draw_arm(ax, arm, panel, to)
+            _draw_arm(ax, arm, arms, panel, to)
         ax.set_title(panel.title, loc="left")
         ax.set_ylabel(ylabel)
         if ax is axes[0, 0] and ax.get_legend_handles_labels()[0]:
-            ax.legend(loc="best")
+            if len(arms) > 4:  # more would cover the curves
+                handles, labels = ax.get_legend_handles_labels()
+                figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+            else:
+                ax.legend(loc="best")
         for lower in below:
             lower.axhline(1 if ratio else 0, color=COLORS["muted"], linewidth=1)
             for i, comparison in enumerate(comparisons):
                 found = {x: effects[i, k] for x, k in panel.keys.items() if (i, k) in effects}
                 if found:  # side by side, so that the intervals can be seen
-                    side = 1.06 ** (i - (len(comparisons) - 1) / 2)
+                    side = 1.06 ** (i / max(1, len(comparisons) - 1) - 0.5)
                     found = {x * side: e for x, e in found.items()}
                     _draw_change(lower, comparison, found, to)
             lower.set_ylabel(against(comparisons, "/" if ratio else "−"))
@@ -162,7 +166,7 @@ def lines_figure(
     return figure
 
 
-def _draw_arm(ax: Axes, arm: Arm, panel: Panel, to: Callable) -> None:
+def _draw_arm(ax: Axes, arm: Arm, arms: Sequence[Arm], panel: Panel, to: Callable) -> None:
     """Every seed thin and their mean bold; what is averaged are nats."""
     look = looks(arm)
     if len(arm.runs) > 1:
@@ -171,7 +175,11 @@ def _draw_arm(ax: Axes, arm: Arm, panel: Panel, to: Callable) -> None:
             if points:
                 xs, values = zip(*points, strict=True)
                 ax.plot(xs, to(values), look["linestyle"], color=look["color"], **SEED)
-    means = [(x, np.mean(arm.values(k))) for x, k in panel.keys.items() if arm.values(k)]
+    means = [
+        (x, np.mean([run.numbers[k].value for run in averaged(arm, arms, k)]))
+        for x, k in panel.keys.items()
+        if arm.having(k)
+    ]
     if means:
         xs, values = zip(*means, strict=True)
         ax.plot(xs, to(values), label=named(arm), **look)
@@ -256,7 +264,8 @@ def dots_figure(panels: Sequence[Panel], arms: Sequence[Arm], *, xlabel: str) ->
                     continue
                 if len(values) > 1:
                     ax.plot(values, [y + shift] * len(values), **look | {"markersize": 2, "alpha": 0.5})  # noqa: E501  # fmt: skip
-                ax.plot([np.mean(values)], [y + shift], **look)
+                runs = averaged(arm, arms, key)
+                ax.plot([np.mean([r.numbers[key].value for r in runs])], [y + shift], **look)
         ax.set_yticks(range(len(panel.keys)), list(panel.keys))
         ax.set(ylim=(len(panel.keys) - 0.5, -0.5), xlabel=xlabel)
         ax.set_title(panel.title, loc="left")
@@ -312,6 +321,9 @@ def mean_series(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(steps, mean) of several (steps, values), at the steps that all of them have."""
     steps = sorted(set.intersection(*({*steps.tolist()} for steps, _ in series)))
+    if not steps:  # resumed at other steps, so logged at others
+        steps, _ = series[0]
+        return mean_series(series[:1])
     values = [values[np.searchsorted(of, steps)] for of, values in series]
     return np.array(steps, dtype=int), np.mean(values, 0)
 

@@ -103,27 +103,38 @@ class Run:
         }
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps, values) of a metric, both (n,)."""
-        points = [(m["step"], m[key]) for m in self.metrics if key in m]
+        """(steps, values) of a metric, both (n,); a step whose value was not finite is left out."""
+        points = [(m["step"], m[key]) for m in self.metrics if m.get(key) is not None]
         steps, values = zip(*points, strict=True) if points else ((), ())
         return np.array(steps, dtype=int), np.array(values, dtype=float)
 
     def last(self, key: str) -> Any:
         """The last value of a metric; None if there is none."""
-        return next((m[key] for m in reversed(self.metrics) if key in m), None)
+        return self.last_line(key).get(key)
+
+    def last_line(self, key: str) -> dict[str, Any]:
+        """The last line of metrics.jsonl that has this metric; {} if none has."""
+        return next((m for m in reversed(self.metrics) if m.get(key) is not None), {})
 
     @cached_property
     def numbers(self) -> "dict[Key, Number]":
         """Everything the run's files say, as one table."""
-        found = training_numbers(self)
+        found, origin = training_numbers(self), {}
         for name, record in self.evaluations.items():
+            file = self.path / "eval" / f"{name}.json"
             try:
-                found |= READERS[record.get("evaluation", "perplexity")](name, record)
-            except (KeyError, TypeError, IndexError, AttributeError) as error:
+                numbers = READERS[record.get("evaluation", "perplexity")](name, record)
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 raise UserError(
-                    f"{self.path / 'eval' / name}.json: not what this version writes ({error!r});"
-                    " evaluate again"
+                    f"{file}: not what this version writes ({error!r}); evaluate again"
                 ) from None
+            for key in numbers:
+                if key in origin:
+                    raise UserError(
+                        f"{origin[key]} and {file}: both have {key.quantity}; remove one of them"
+                    )
+            found |= numbers
+            origin |= dict.fromkeys(numbers, file)
         return found
 
 
@@ -133,29 +144,42 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{path}: no config.toml and metrics.jsonl, so not a run folder")
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        if config["model"]["pos_emb"] not in POS_EMB:
-            raise KeyError(config["model"]["pos_emb"])
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        model = config["model"]
+        if model["pos_emb"] not in POS_EMB:
+            raise KeyError(model["pos_emb"])
+        int(model["block_size"] * model.get("yarn_factor", 1))
+    except (ValueError, KeyError, TypeError) as error:  # ValueError: not TOML, not UTF-8
         raise UserError(f"{path / 'config.toml'}: not a config of ours ({error!r})") from None
     pointer = path / "ckpt" / "last"
-    step_dir = path / "ckpt" / pointer.read_text().strip() if pointer.is_file() else path / "ckpt"
-    checkpoint = read_json(step_dir / "meta.json") or {}
-    weights = checkpoint.get("files", {}).get("model.safetensors", {}).get("sha256")
+    if not pointer.is_file():
+        raise UserError(
+            f"{path}: no ckpt/last, so nothing says which step, data and weights its numbers are"
+            " of; train until a checkpoint is saved, and keep the last one's meta.json"
+        )
+    step_dir = path / "ckpt" / pointer.read_text().strip()
+    checkpoint = read_object(step_dir / "meta.json")
+    try:
+        weights = checkpoint["files"]["model.safetensors"]["sha256"]
+        checkpoint["data"]["manifest_sha256"], checkpoint["step"] + 0
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{step_dir / 'meta.json'}: not of a checkpoint ({error!r}); resume the run"
+        ) from None
     # a step folder's results lie there too, and are not the run's
     cores = sorted(p.stem for p in (path / "eval").glob("core*.json") if "_step_" not in p.stem)
     evaluations = {}
     for name in (*EVALUATIONS, *cores):
         file = path / "eval" / f"{name}.json"
-        record = read_json(file)
-        if record is None:
+        if not file.is_file():
             continue
-        if weights and record.get("model_sha256") != weights:
+        record = read_object(file)
+        if record.get("model_sha256") != weights:
             script = f"eval_{record.get('evaluation', 'perplexity')}"
             raise UserError(
                 f"{file}: of other weights than the run's last step ({step_dir.name}) has;"
                 f" evaluate again: python -m scripts.{script} {path}"
             )
-        used = record.get("config", config)["model"]["pos_emb"]
+        used = record.get("config", config).get("model", {}).get("pos_emb")
         if used != config["model"]["pos_emb"]:
             raise UserError(f"{file}: of positions {used!r}, not the run's; evaluate again")
         evaluations[name] = record
@@ -163,22 +187,44 @@ def read_run(path: Path) -> Run:
         path=path,
         config=config,
         metrics=read_metrics(path / "metrics.jsonl"),
-        meta=read_json(path / "meta.json") or {},
+        meta=read_object(path / "meta.json"),
         checkpoint=checkpoint,
         evaluations=evaluations,
-        samples=read_json(path / "eval" / "samples.json") or [],
+        samples=read_samples(path / "eval" / "samples.json"),
     )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if the file is not there. Raises UserError for anything else."""
+    found = read_json(path)
+    if found is not None and not isinstance(found, dict):
+        raise UserError(f"{path}: {str(found)[:40]!r} where an object should be; make it again")
+    return found or {}
+
+
+def read_samples(path: Path) -> list[dict[str, str]]:
+    """What scripts.sample wrote: [{"prompt", "text"}], nothing if the file is not there."""
+    found = read_json(path) or []
+    try:
+        return [{"prompt": s["prompt"] + "", "text": s["text"] + ""} for s in found]
+    except (KeyError, TypeError):
+        raise UserError(f"{path}: not samples; make them again (scripts.sample)") from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, but for those that only say that the run was resumed."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
     records = []
     # what follows the last newline is a line that is still being written
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             record = json.loads(line)
             record["step"] + 0
+            if "event" not in record:
+                check_metrics(record)
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}:{number}: not a line of metrics; remove it") from None
         if "event" not in record:
@@ -186,8 +232,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def check_metrics(values: Mapping[str, Any]) -> None:
+    """Raise TypeError unless all are numbers, null (one that was not finite) or groups of such."""
+    for value in values.values():
+        if isinstance(value, dict):
+            check_metrics(value)
+        elif value is not None:
+            value + 0
+
+
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Raise UserError, naming both, for two runs of other data or of unequal numbers of steps."""
+    """Raise UserError, naming both, for two runs of other data, of unequal numbers of steps, or of
+    other training contexts: what is said of lengths is said of them by that one."""
     first = runs[0]
     for run in runs[1:]:
         data = [r.checkpoint.get("data", {}).get("manifest_sha256") for r in (first, run)]
@@ -202,6 +258,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
             raise UserError(
                 f"{first.path} and {run.path}: the one has done {steps[0]} steps, the other"
                 f" {steps[1]}; go on with the shorter one (--resume) first"
+            )
+        if first.context != run.context:
+            raise UserError(
+                f"{first.path} and {run.path}: trained at contexts of {first.context:,} and"
+                f" {run.context:,} tokens; compare runs of one context"
             )
 
 
@@ -231,10 +292,13 @@ class Arm:
     def seeds(self) -> list[int | None]:
         return [run.seed for run in self.runs]
 
+    def having(self, key: "Key") -> list[Run]:
+        """The runs that have a number."""
+        return [r for r in self.runs if key in r.numbers and r.numbers[key].value is not None]
+
     def values(self, key: "Key") -> list[float]:
         """(seeds,) of a number, of those runs that have it."""
-        found = [run.numbers[key].value for run in self.runs if key in run.numbers]
-        return [value for value in found if value is not None]
+        return [run.numbers[key].value for run in self.having(key)]
 
 
 @dataclass(frozen=True)
@@ -304,6 +368,14 @@ def compare_arms(arms: Sequence[Arm]) -> list[Comparison]:
     return found
 
 
+def averaged(arm: Arm, arms: Sequence[Arm], key: "Key") -> list[Run]:
+    """Whose mean stands for an arm: the seeds that all arms have which have this number at all, so
+    that means of two arms differ as their paired difference says; every run if there are none."""
+    runs = arm.having(key)
+    seeds = [{run.seed for run in a.having(key)} for a in arms if a.having(key)]
+    return [run for run in runs if all(run.seed in found for found in seeds)] or runs
+
+
 def differing_keys(arms: Sequence[Arm]) -> dict[str, list[str]]:
     """{"model.pos_emb": ["rope", "rove"]}: per arm the values of its runs, for the settings and
     circumstances in which arms differ, or runs of an arm; not the name, and not the seed if all
@@ -362,14 +434,16 @@ def training_numbers(run: Run) -> dict[Key, Number]:
     """What metrics.jsonl says at its end."""
     found = {}
     tokens = run.config.get("train", {}).get("val_tokens")
-    if (loss := run.last("val/loss")) is not None:
-        found[Key("training", "validation loss")] = Number(loss, tokens)
+    line = run.last_line("val/loss")
+    basis = {"step": line.get("step"), "tokens": tokens}
+    if line:
+        found[Key("training", "validation loss")] = Number(line["val/loss"], tokens, basis=basis)
     context = run.context
     for place, loss in (run.last("val/loss_by_position") or {}).items():
         first, _, end = place.partition("-")
         share = (int(end or first) - int(first) + 1) / context
         key = Key("training", "validation loss by position", "", None, place)
-        found[key] = Number(loss, round(tokens * share) if tokens else None)
+        found[key] = Number(loss, round(tokens * share) if tokens else None, basis=basis)
     for quantity, key, reduce in (
         ("tokens per second", "perf/tokens_per_s", np.median),
         ("milliseconds per step", "perf/step_ms", np.median),
@@ -389,13 +463,16 @@ def _basis(record: dict[str, Any], **more: Any) -> dict[str, Any]:
 def perplexity_numbers(name: str, record: dict[str, Any]) -> dict[Key, Number]:
     """Nats per token by quantity, YaRN setting and length, and by position."""
     found = {}
-    basis = _basis(record, documents=[s["sha256"] for s in record["segments"]])
+    documents = [s["sha256"] for s in record["segments"]]
+    basis = _basis(record, documents=documents, settings=dict(record["protocol"]))
     for r in record["results"]:
         key = Key(name, r["quantity"], r["yarn"], r["length"])
         if r["nll"] is None:
             found[key] = Number(None, reason=r["reason"])
             continue
-        sums, counts = np.array(r["sums"]), np.array(r["counts"])
+        sums, counts = np.array(r["sums"], float), np.array(r["counts"])
+        if not abs(r["nll"] - sums.sum() / counts.sum()) < 1e-6 * max(1, r["nll"]) < 1e-3:
+            raise ValueError(f"nll {r['nll']} at {r['length']} is not sums / counts")
         found[key] = Number(r["nll"], r["tokens"], sums=sums, counts=counts, basis=basis)
         if r.get("bits_per_byte") is not None:
             key = key._replace(quantity=f"{r['quantity']} bits per byte")
@@ -422,6 +499,13 @@ def ruler_numbers(name: str, record: dict[str, Any]) -> dict[Key, Number]:
     data = {(f["length"], f["task"]): f["sha256"] for f in record["data"]["files"]}
     lengths = {r["length"] for r in record["results"]}
     averages: dict[tuple[str, str], list[Number]] = {}
+    everywhere: dict[
+        str, set[str]
+    ] = {}  # tasks that a setting has at all lengths: what is averaged
+    for r in record["results"]:
+        there = {task for task, row in r.get("tasks", {}).items() if row["nll"] is not None}
+        if "tasks" in r:
+            everywhere[r["yarn"]] = everywhere.get(r["yarn"], there) & there
     for r in record["results"]:
         yarn, length = r["yarn"], r["length"]
         if "tasks" not in r:
@@ -449,6 +533,7 @@ def ruler_numbers(name: str, record: dict[str, Any]) -> dict[Key, Number]:
                 ),
             )
             found[Key(name, "nll", yarn, length, task)] = tasks[task]
+        tasks = {task: number for task, number in tasks.items() if task in everywhere[yarn]}
         groups = {c: [tasks[t] for t in members if t in tasks] for c, members in CATEGORIES.items()}
         categories = {c: mean_number(parts) for c, parts in groups.items() if parts}
         for category, number in categories.items():
@@ -580,15 +665,22 @@ def compare_runs(first: Run, second: Run, key: Key) -> stats.Paired | float | No
     if a is None or b is None or a.value is None or b.value is None:
         return None
     if key.evaluation == "training":  # seconds of two trainings are not paired
-        comparable = key.quantity.startswith("validation") and first.seed == second.seed
-        return b.value - a.value if comparable else None
+        if not key.quantity.startswith("validation") or first.seed != second.seed:
+            return None
+        if a.basis != b.basis:
+            x, y = ("at step {step} over {tokens} tokens".format(**n.basis) for n in (a, b))
+            raise UserError(
+                f"{first.path} and {second.path}: the last validation loss of the one is {x}, of"
+                f" the other {y}; train both alike"
+            )
+        return b.value - a.value
     try:
         for what in ("dtype", "step"):
             x, y = a.basis.get(what), b.basis.get(what)
             if x != y:
                 at, of = ("at step", "at") if what == "step" else ("in", "in")
                 raise ValueError(f"one was evaluated {at} {x}, the other {of} {y}")
-        for what in ("data", "settings"):  # both None for perplexity, whose documents say it all
+        for what in ("data", "settings"):
             if a.basis.get(what) != b.basis.get(what):
                 raise ValueError(f"{key.evaluation} with other {what}")
         if a.sums is not None:

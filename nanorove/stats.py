@@ -11,7 +11,7 @@ How well each of them holds what it promises is measured in docs/statistics.md.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import floor, inf, log10
+from math import floor, inf, log, log10
 
 import numpy as np
 from scipy import stats
@@ -367,41 +367,80 @@ class Verdict:
     def seeds(self) -> int:
         return len(self.claim.per_seed)
 
+    def size(self) -> tuple[str, str]:
+        """Of a difference that is told: ("41 %", "[35, 47]") or, from twice the perplexity on,
+        ("3.1 times", "[2.5, 3.9]")."""
+        if self.is_factor:
+            ratio = self.difference.exp()
+            return f"{ratio.value:.3g} times", f"[{ratio.low:.3g}, {ratio.high:.3g}]"
+        value, *ends = self._shown(self.difference)
+        digits = decimals(*ends, told=True)
+        low, high = (f"{x:.{digits}f}" for x in sorted(map(abs, ends)))
+        return f"{abs(value):.{digits}f}{self._unit}", f"[{low}, {high}]"
+
+    def ends(self, interval: Interval) -> str:
+        """ " [−0.4 %, +0.9 %]", or nothing if there is no such interval."""
+        low, high = self._shown(interval)[1:]
+        if not np.isfinite([low, high]).all():
+            return ""
+        digits = decimals(low, high)
+        # few seeds and many claims: such an interval may end at a million per cent
+        forms = (f"+.{digits}f" if abs(x) < 1e4 else "+.0e" for x in (low, high))
+        low, high = (f"{x:{form}}{self._unit}" for x, form in zip((low, high), forms, strict=True))
+        return f" [{low}, {high}]".replace("-", "−")
+
+    @property
+    def is_factor(self) -> bool:
+        """A perplexity at least twice as high is said as a factor, not in per cent."""
+        return self.claim.unit == "%" and self.difference.value >= log(2)
+
+    @property
+    def lower(self) -> bool:
+        return self.difference.value < 0
+
+    @property
+    def reserve(self) -> str:
+        """What stands behind a difference that other documents might not show."""
+        if not self.told or not self.everything or self.everything.excludes_zero:
+            return ""
+        return f", on these documents; others may say otherwise{self.ends(self.everything)}"
+
+    @property
+    def _unit(self) -> str:
+        return f" {self.claim.unit}" if self.claim.unit else ""
+
+    def _shown(self, interval: Interval) -> list[float]:
+        """[value, low, high] in the claim's unit."""
+        with np.errstate(over="ignore"):
+            x = np.array([interval.value, interval.low, interval.high])
+            return (100 * np.expm1(x) if self.claim.unit == "%" else x).tolist()
+
     def words(self) -> str:
         """One sentence, without the full stop: "RoVE lowers perplexity at 2048 by 41 % [35, 47],
         3 seeds", or "no difference in perplexity can be told at 512 [-0.4 %, +0.9 %], 3 seeds".
         """
-        claim, percent = self.claim, self.claim.unit == "%"
-        unit = f" {claim.unit}" if claim.unit else ""
+        claim = self.claim
         where = f" {claim.where}" if claim.where else ""
         end = "" if self.seeds == 1 else f", {self.seeds} seeds"
         if self.p is not None:
             end += f", p = {self.p:.2g}"
         start = f"{scope(1)}, " if self.seeds == 1 else ""
-        ends = self.difference.low, self.difference.high
-        value, *ends = (np.expm1(x) * 100 if percent else x for x in (self.difference.value, *ends))
         if not self.told:
-            between = ""
-            if np.isfinite(ends).all():
-                digits = _digits((ends[1] - ends[0]) / 2)
-                # few seeds and many claims: such an interval may end at a million per cent
-                forms = (f"+.{digits}f" if abs(x) < 1e4 else "+.0e" for x in ends)
-                low, high = (f"{x:{form}}{unit}" for x, form in zip(ends, forms, strict=True))
-                low, high = low.replace("-", "−"), high.replace("-", "−")
-                between = f" [{low}, {high}]"
+            between = self.ends(self.difference)
+            if self.seeds > 1 and not np.isfinite(self.difference.low):
+                end += ", which agree exactly and so have no spread to judge by"
             return f"{start}no difference in {claim.quantity} can be told{where}{between}{end}"
-        digits = _digits((ends[1] - ends[0]) / 2, *ends)
-        amount = f"{abs(value):.{digits}f}{unit}"
-        between = "[{}, {}]".format(*(f"{x:.{digits}f}" for x in sorted(map(abs, ends))))
+        amount, between = self.size()
         if self.seeds == 1:
-            way = "lower" if value < 0 else "higher"
-            return (
-                f"{start}{claim.method}'s {claim.quantity}{where} is {amount} {way} {between}{end}"
-            )
-        if self.everything and not self.everything.excludes_zero:
-            end += ", on these documents; others may say otherwise"
-        way = "lowers" if value < 0 else "raises"
-        return f"{claim.method} {way} {claim.quantity}{where} by {amount} {between}{end}"
+            way = "lower" if self.lower else "as high" if self.is_factor else "higher"
+            what = f"{claim.method}'s {claim.quantity}{where}"
+            return f"{start}{what} is {amount} {way} {between}{end}"
+        by = "to" if self.is_factor else "by"
+        way = "lowers" if self.lower else "raises"
+        return (
+            f"{claim.method} {way} {claim.quantity}{where} {by} {amount} {between}{end}"
+            f"{self.reserve}"
+        )
 
 
 def judge(claims: Sequence[Claim]) -> list[Verdict]:
@@ -464,10 +503,12 @@ def holm(p: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def _digits(*sizes: float) -> int:
-    """Decimals that show the first digit of the smallest of the sizes."""
+def decimals(low: float, high: float, *, told: bool = False) -> int:
+    """How many an interval and its value are written with: they show the first digit of a quarter
+    of it, and of one that excludes zero no end becomes 0; four at most."""
+    sizes = [(high - low) / 4, *((low, high) if told else ())]
     smallest = min((abs(size) for size in sizes if size), default=1)
-    return max(0, -floor(log10(smallest)))
+    return min(4, max(0, -floor(log10(smallest))))
 
 
 def _checked(sums: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

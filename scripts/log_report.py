@@ -19,6 +19,8 @@ from nanorove.errors import UserError, run_cli
 from nanorove.files import write_text_atomic
 from nanorove.wandb_mirror import open_run
 
+# columns whose content is a name even if it looks like a number
+TEXTS = ("run", "arm", "baseline", "evaluation", "quantity", "yarn", "task", "sentence", "line")
 LONGEST_S = 600  # then it ends, by SIGALRM: an experiment does not wait for a dead network
 
 
@@ -62,10 +64,12 @@ def read_csv(path: Path) -> tuple[list[str], list[list[Any]]]:
     """(names of the columns, rows) of a CSV file; what reads as a number is one, "" is None."""
     with path.open(encoding="utf-8", newline="") as file:
         columns, *rows = csv.reader(file)
-    return columns, [[value(text) for text in row] for row in rows]
+    return columns, [[value(*cell) for cell in zip(columns, row, strict=True)] for row in rows]
 
 
-def value(text: str) -> Any:
+def value(column: str, text: str) -> Any:
+    if column in TEXTS:
+        return text
     try:
         return float(text) if text else None
     except ValueError:

@@ -23,7 +23,9 @@ from nanorove.results import (
     read_run,
 )
 from nanorove.ruler_metrics import TASKS
-from scripts.report import PAPER, Args, main, make_page, plain, read_report
+from scripts.report import Args, main, make_page, plain
+from scripts.report_claims import read_report
+from scripts.report_tables import PAPER
 
 LENGTHS = (256, 1024, 4096)
 HOSTILE = '<script>alert("x")</script> & `code` | $x$ <img src=http://evil.example/a.png>'
@@ -317,12 +319,12 @@ def test_one_run(tmp_path):
 @pytest.mark.parametrize(
     "excess, sentence",
     [
-        (-0.5, r"RoVE beats RoPE beyond the training context: at 4,096 bytes \(16 times the"
-               r" training context\) its perplexity is 39\.\d % lower \[39\.\d, 39\.\d\] without"),
-        (0.2, r"RoVE does worse than RoPE beyond .* its perplexity is 22\.\d % higher \[2\d\.\d"),
+        (-0.5, r"RoVE beats RoPE at 4,096 bytes \(16 times the training context\): its perplexity"
+               r" is 39\.\d % lower \[39\.\d, 39\.\d\] without"),
+        (0.2, r"RoVE does worse than RoPE at 4,096 .* its perplexity is 22\.\d % higher \[2\d\.\d"),
         (1.5, r"RoVE does worse than RoPE .* its perplexity is 4.4\d times as high"),
-        (0.0, r"it cannot be told whether RoVE beats RoPE beyond .* no difference in perplexity can"
-              r" be told \["),
+        (0.0, r"it cannot be told whether RoVE beats RoPE at 4,096 .* no difference in perplexity"
+              r" can be told \["),
     ],
 )  # fmt: skip
 def test_the_answer_follows_the_numbers(tmp_path, excess, sentence):
@@ -344,10 +346,12 @@ def test_the_answer_follows_the_numbers(tmp_path, excess, sentence):
 @pytest.mark.parametrize(
     "without, with_yarn, lead",
     [
-        (0.2, -0.2, "whether RoVE beats RoPE beyond the training context depends on YaRN"),
-        (-0.2, 0.0, "whether RoVE beats RoPE beyond the training context depends on YaRN"),
-        (-0.2, -0.1, "RoVE beats RoPE beyond the training context"),
-        (0.2, 0.1, "RoVE does worse than RoPE beyond the training context"),
+        (0.2, -0.2, "whether RoVE beats RoPE {at} depends on YaRN"),
+        # told and not told are not different from each other
+        (-0.2, 0.0, "RoVE beats RoPE {at} without YaRN"),
+        (0.0, -0.2, "RoVE beats RoPE {at} with YaRN fitted to each length"),
+        (-0.2, -0.1, "RoVE beats RoPE {at}"),
+        (0.2, 0.1, "RoVE does worse than RoPE {at}"),
     ],
 )
 def test_the_answer_speaks_of_yarn_too(tmp_path, without, with_yarn, lead):
@@ -355,7 +359,8 @@ def test_the_answer_speaks_of_yarn_too(tmp_path, without, with_yarn, lead):
     rove = make_run(tmp_path / "rove", "rove", yarn="auto", excess={4096: without},
                     excess_yarn={4096: with_yarn})  # fmt: skip
     answer = page_of(rope, rove)["answer"]
-    assert f"(one training seed), {lead}: at 4,096 bytes" in answer
+    lead = lead.format(at="at 4,096 bytes (16 times the training context)")
+    assert f"(one training seed), {lead}: " in answer
     words = {0.2: r"2[12]\.\d % higher", 0.1: r"1[01]\.\d % higher", 0.0: "no difference",
              -0.1: r"(9|10)\.\d % lower", -0.2: r"18\.\d % lower"}  # fmt: skip
     assert re.search(
@@ -389,21 +394,22 @@ def test_unequal_seeds_are_said_and_their_losses_not_paired(tmp_path):
 
 @pytest.mark.parametrize(
     "block_size, where",
-    [(256, "beyond the training"), (4096, "at the training"), (8192, "below the training")],
-)
+    [(256, "16 times the training context"), (4096, "the training context"),
+     (8192, "0.5 times the training context")],
+)  # fmt: skip
 def test_the_answer_says_where_the_longest_length_is(tmp_path, block_size, where):
     runs = [make_run(tmp_path / "rope"), make_run(tmp_path / "rove", "rove", excess={4096: -0.5})]
     for run in runs:
         text = (run / "config.toml").read_text()
         (run / "config.toml").write_text(text.replace("= 256", f"= {block_size}"))
-    assert f"RoVE beats RoPE {where} context: at 4,096 bytes" in page_of(*runs)["answer"]
+    assert f"RoVE beats RoPE at 4,096 bytes ({where}): its" in page_of(*runs)["answer"]
 
 
 def test_few_documents_tell_nothing(tmp_path):
     rope = make_run(tmp_path / "rope", documents=5)
     rove = make_run(tmp_path / "rove", "rove", documents=5, excess={4096: -0.5})
     answer = page_of(rope, rove)["answer"]
-    assert "5 documents are too few to tell whether RoVE beats RoPE beyond" in answer
+    assert "5 documents are too few to tell whether RoVE beats RoPE at 4,096" in answer
     assert "does not beat" not in answer
 
 
@@ -544,7 +550,7 @@ def test_page_and_claims_of_six_seeds(six):
     assert any(s.startswith("No difference in perplexity can be told at 256 bytes") for s in sentences)  # noqa: E501  # fmt: skip
     ruler = (
         r"RoVE lowers RULER NLL per answer token at 1,024 and 2,048 bytes with YaRN fitted to"
-        r" each length by 1\.0 nats \[0\.9, 1\.1\], 6"
+        r" each length by 1\.03 nats \[0\.92, 1\.15\], 6"
     )
     assert any(re.match(ruler, s) for s in sentences)
     assert any(s.startswith("No difference in CORE-2 can be told") for s in sentences)
@@ -552,7 +558,7 @@ def test_page_and_claims_of_six_seeds(six):
     claims = read_csv(six / "out" / "claims.csv")
     assert len(claims) == 6 and sum(c["told"] == "True" for c in claims) == 3
     answer = answer_of(html)
-    assert answer.startswith("RoVE beats RoPE beyond the training context: at 4,096 bytes")
+    assert answer.startswith("RoVE beats RoPE at 4,096 bytes (16 times the training context): its")
     assert answer.endswith("(6 seeds of each).") and "these checkpoints" not in answer
     # one average of four tasks; which of RULER's are missing
     assert "NIAH (2 of 8 tasks)" in html and "NIAH (2 of 8 tasks)" in md
@@ -573,7 +579,7 @@ def test_a_null_experiment_tells_nothing(tmp_path):
         add_ruler(runs[-1], {"vt": 4.0 + 0.1 * sign})
     html, _ = report(tmp_path / "out", *runs)
     assert all(c["told"] == "False" for c in read_csv(tmp_path / "out" / "claims.csv"))
-    assert answer_of(html).startswith("It cannot be told whether RoVE beats RoPE beyond")
+    assert answer_of(html).startswith("It cannot be told whether RoVE beats RoPE at 4,096")
     assert 'class="better' not in html.split("Loss by position")[0]
     assert "RoVE lowers" not in html and "RoVE raises" not in html
 
@@ -587,7 +593,7 @@ def test_worse_is_said_as_well(tmp_path):
         add_core(runs[-1], {"piqa": (2 + i % 2, 20, 50), "copa": (10, 20, 50)}, "CORE")
     html, md = report(tmp_path / "out", *runs)
     assert "RoVE raises perplexity at 4,096 bytes" in html and "RoVE lowers CORE by 0.4" in html
-    assert answer_of(html).startswith("RoVE does worse than RoPE beyond the training context")
+    assert answer_of(html).startswith("RoVE does worse than RoPE at 4,096 bytes")
     assert "widened so that all 4 hold at once" in md  # Bonferroni: fewer than six seeds
     # lower is better for a loss, higher for an accuracy: the baseline's colour in both
     assert 'class="better rope"' in html and 'class="better rove"' not in html
@@ -656,14 +662,17 @@ def test_the_papers_numbers_stand_beside_its_models(tmp_path):
     cells = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")]
     lines = {line[0]: line for line in cells}
     head = re.findall(r"\| ([^|]*), paper ", md)
-    assert head == ["CORE", "PPL@1024", "PPL@4096", "CWE @4096", "NIAH @4096", "QA @4096",
-                    "VT @4096", "average of the four @4096, 8192"]  # fmt: skip
+    assert head == ["CORE", "PPL@512", "PPL@1024", "PPL@2048", "PPL@4096", "PPL@8192", "PPL@16384",
+                    "CWE @4096", "NIAH @4096", "QA @4096", "VT @4096",
+                    "average of the four @4096, 8192"]  # fmt: skip
     # RULER's line of RoVE with YaRN: paper, ours, paper, ours, ...; 3.5 = (4 + 3 + 5 + 2) / 4
-    assert lines["RoVE + YaRN (auto)"][1:] == ["4.39", "4.00", "3.63", "3.00", "5.61", "5.00",
-                                               "2.11", "2.00", "4.33", "3.50"]  # fmt: skip
+    ours = ["4.00 (−0.39", "3.00 (−0.63", "5.00 (−0.61", "2.00 (−0.11", "3.50 (−0.83"]
+    assert lines["RoVE + YaRN (auto)"][1::2] == ["4.39", "3.63", "5.61", "2.11", "4.33"]
+    assert lines["RoVE + YaRN (auto)"][2::2] == [f"{cell} to paper)" for cell in ours]
     # what the paper's numbers themselves say: 311.38 / 840.10 - 1, and 15.52 / 15.64 - 1
     assert "−63 %" in md and "−0.77 %" in md and "+0.0192" in md
-    assert PAPER["354M", "rope", False][16384] == 1630.72 and "1,630.72" not in md  # not evaluated
+    # a length that was not evaluated keeps its place in the paper's layout
+    assert PAPER["354M", "rope", False][16384] == 1630.72 and "1,630.72 | –" in md
 
 
 def test_the_papers_numbers_are_copied_right():
@@ -691,6 +700,139 @@ def test_no_paper_beside_other_models(tmp_path, options):
     html, md = report(tmp_path / "out", *runs)
     assert "In the layout of the paper" in html and ">paper<" not in html and ", paper" not in md
     assert "840.10" not in html + md
+
+
+def test_learned_positions_as_the_baseline(tmp_path):
+    """They have no numbers beyond the context, and the others have all of theirs."""
+    runs = [paper_run(tmp_path / p, p) for p in ("learned", "rope", "rove")]
+    html, md = report(tmp_path / "out", *runs)
+    assert "The paper’s tables, and ours" in html and "arXiv 2606.11275 at 354M" in html
+    assert "840.10" in md and "no numbers at this scale" not in html + md
+    assert "has not been evaluated" not in answer_of(html)
+
+
+def test_the_windows_that_stand_for_the_papers_are_named(tmp_path):
+    runs = [paper_run(tmp_path / p, p) for p in ("rope", "rove")]
+    assert "(disjoint windows, assumed)" in page_of(*runs)["paper"][0]["title"]
+    for run in runs:
+        path = run / "eval" / "perplexity.json"
+        rows = json.loads(path.read_text())["results"]
+        edit_json(path, results=[r for r in rows if r["quantity"] == "last"])
+    page = page_of(*runs)
+    assert "(same last tokens, assumed)" in page["paper"][0]["title"]
+    assert any("here: same last tokens of" in line for line in page["open"])
+
+
+# -----------------------------------------------------------------------------
+# what is not there for all
+
+
+def three_seeds(folder: Path, excess=(-0.2, -0.25, -0.22), **options) -> list[Path]:
+    runs = []
+    for i, nats in enumerate(excess):
+        runs.append(make_run(folder / f"rope{i}", seed=i, yarn="auto", **options))
+        runs.append(make_run(folder / f"rove{i}", "rove", seed=i, yarn="auto", **options,
+                             excess={4096: nats}))  # fmt: skip
+    return runs
+
+
+def test_means_are_over_the_seeds_that_both_have(tmp_path):
+    """RoVE's worst seed has no partner: it must not be in a mean beside the paired difference."""
+    runs = three_seeds(tmp_path, (-0.2, -0.25, 3.0))
+    (runs[4] / "eval" / "perplexity.json").unlink()
+    page = page_of(*runs)
+    values = {title: [float(v) for v in values] for title, values in page["cards"]}
+    rope, rove = values["Perplexity at 4,096 (16×), YaRN none"]
+    assert rove / rope == pytest.approx(math.exp(-0.225), rel=0.01)
+    assert any(re.search("without perplexity, so in no difference .*: rope2", n) for n in page["notes"])  # noqa: E501  # fmt: skip
+    report(tmp_path / "out", *runs)
+    means = {(r["arm"], r["quantity"], r["yarn"], r["length"]): r
+             for r in read_csv(tmp_path / "out" / "means.csv")}  # fmt: skip
+    row = means["RoVE", "last", "none", "4096"]
+    expected = np.mean([nll_of(runs[1]), nll_of(runs[3])])
+    assert float(row["mean"]) == pytest.approx(expected, rel=1e-12) and row["seeds"] == "2"
+    assert float(row["perplexity"]) == pytest.approx(math.exp(expected))
+
+
+def test_seeds_of_one_evaluation_are_not_said_of_another(tmp_path):
+    runs = three_seeds(tmp_path)
+    for run in runs[2:]:  # YaRN was evaluated for the first seed alone
+        path = run / "eval" / "perplexity.json"
+        rows = json.loads(path.read_text())["results"]
+        edit_json(path, results=[r for r in rows if r["yarn"] == "none"])
+    answer = page_of(*runs)["answer"]
+    assert answer.endswith("(3 seeds of each).") and "without YaRN" in answer
+    assert "with YaRN" not in answer
+
+
+def test_every_length_is_spoken_of(tmp_path):
+    """Better at the longest length and worse before it: not hidden behind the headline."""
+    runs = []
+    for i, more in enumerate((0.0, 0.002, 0.004)):
+        runs.append(make_run(tmp_path / f"rope{i}", seed=i))
+        excess = {256: 0.1 * (i - 1), 1024: 0.3 + more, 4096: -0.2 + more}
+        runs.append(make_run(tmp_path / f"rove{i}", "rove", seed=i, excess=excess))
+    html, md = report(tmp_path / "out", *runs)
+    words = "RoVE against RoPE, without YaRN: lower at 4,096; higher at 1,024; neither at 256."
+    assert words in html and words in md and "not corrected for being one of many" in md
+    assert "“No difference can be told” is not “there is none”" in md
+
+
+def test_the_headline_keeps_the_reserve_of_its_claim(tmp_path):
+    """Seeds agree, documents do not: others may say otherwise, also on top."""
+    runs = three_seeds(tmp_path, (-0.08, -0.081, -0.079))
+    for run in runs[1::2]:
+        path = run / "eval" / "perplexity.json"
+        record = json.loads(path.read_text())
+        for r in record["results"]:
+            if r["length"] == 4096:
+                r["sums"] = [x + 128 * (-1) ** i for i, x in enumerate(r["sums"])]
+        path.write_text(json.dumps(record))
+    page = page_of(*runs)
+    said = next(line for told, line in page["claims"][0][1] if "4,096" in line)
+    reserve = re.search(r", on these documents; others may say otherwise \[[^]]*\]", said)[0]
+    assert reserve in page["answer"]
+    report(tmp_path / "out", *runs)
+    row = next(r for r in read_csv(tmp_path / "out" / "claims.csv") if r["length"] == "4096")
+    low, high = (float(row[f"with_other_documents_{end}"]) for end in ("low", "high"))
+    assert low < 0 < high and low < float(row["low"]) < float(row["high"]) < 0
+
+
+def test_ruler_averages_are_over_tasks_that_are_there_at_all_lengths(tmp_path):
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", "rove")]
+    for run in runs:
+        add_ruler(run, {"vt": 4.0, "cwe": 6.0})
+        path = run / "eval" / "ruler.json"
+        record = json.loads(path.read_text())
+        del record["results"][1]["tasks"]["cwe"]  # does not fit at the second length
+        path.write_text(json.dumps(record))
+    numbers = read_run(runs[0]).numbers
+    assert [numbers[Key("ruler", "average nll", "auto", n)].value for n in (1024, 2048)] == [4, 4]
+    assert numbers[Key("ruler", "nll", "auto", 1024, "cwe")].value == 6
+    page = page_of(*runs)
+    assert "over the 1 of RULER's 13 tasks" in page["ruler_notes"][0]
+
+
+def test_a_report_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
+    runs = three_seeds(tmp_path)
+    for run in runs:
+        add_ruler(run, {"vt": 4.0, "cwe": 6.0})
+    out = tmp_path / "out"
+    report(out, *runs)
+    (out / "mine.png").write_bytes(b"mine")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert "ruler.png" in before
+    monkeypatch.setattr("scripts.report.to_markdown", lambda page: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(Args(tuple(runs[:2]), out))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    monkeypatch.undo()
+    for run in runs:
+        (run / "eval" / "ruler.json").unlink()
+    report(out, *runs)  # a figure that this one has not does not stay; what is not ours does
+    assert not (out / "ruler.png").exists() and (out / "mine.png").read_bytes() == b"mine"
+    with pytest.raises(UserError, match="mine.png: a file; name a folder"):
+        main(Args(tuple(runs), out / "mine.png"))
 
 
 # -----------------------------------------------------------------------------
@@ -837,6 +979,96 @@ def test_metrics_of_a_run_that_was_resumed_or_is_running(tmp_path):
     path.write_text('{"step": 1}\nnonsense\n')
     with pytest.raises(UserError, match="metrics.jsonl:2"):
         read_metrics(path)
+
+
+def change_results(**values):
+    def change(path: Path) -> None:
+        record = json.loads(path.read_text())
+        record["results"][0] |= values
+        path.write_text(json.dumps(record))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("eval/perplexity.json", lambda p: p.write_text("[]")),
+        ("eval/perplexity.json", lambda p: p.write_text("3")),
+        ("eval/perplexity.json", lambda p: p.write_text("{}")),
+        ("eval/perplexity.json", lambda p: edit_json(p, protocol=None)),
+        ("eval/perplexity.json", lambda p: edit_json(p, config={})),
+        ("eval/perplexity.json", change_results(nll=1.0)),  # not what its sums say
+        ("eval/perplexity.json", change_results(nll=float("nan"))),
+        ("eval/perplexity.json", change_results(nll="1.4")),
+        ("eval/perplexity.json", change_results(sums=[[1.0], [2.0, 3.0]])),
+        ("eval/samples.json", lambda p: p.write_text('{"a": 1}')),
+        ("meta.json", lambda p: p.write_text("[1]")),
+        ("ckpt/step_00000100/meta.json", lambda p: p.write_text('{"step": 100}')),
+        ("config.toml", lambda p: p.write_bytes(b"a = '\xff'")),
+        ("config.toml", lambda p: p.write_text("[model]\npos_emb = 'rope'\n")),
+        ("config.toml", lambda p: p.write_text("[model]\npos_emb = 'rope'\nblock_size = 'a'\n")),
+        ("metrics.jsonl", lambda p: p.write_bytes(b"\xff\n")),
+        ("metrics.jsonl", lambda p: p.write_text('{"step": 1, "val/loss": "low"}\n')),
+    ],
+)
+def test_a_file_of_another_make_is_named(tmp_path, name, change):
+    run = make_run(tmp_path / "a")
+    change(run / name)
+    with pytest.raises(UserError, match=re.escape(str(run / name))) as error:
+        _ = read_run(run).numbers
+    assert "\n" not in str(error.value)
+
+
+def test_a_step_without_a_finite_loss_is_left_out(tmp_path):
+    """train.py writes null for it."""
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", "rove")]
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 101, "tokens": 101000, "train/loss": null}\n')
+    html, _ = report(tmp_path / "out", *runs)
+    Page(html)
+
+
+def test_runs_without_a_checkpoint_are_refused(tmp_path):
+    run = make_run(tmp_path / "a")
+    (run / "ckpt" / "last").unlink()
+    with pytest.raises(UserError, match="a: no ckpt/last, so nothing says which step, data"):
+        read_run(run)
+
+
+def test_two_files_with_one_number_are_refused(tmp_path):
+    run = make_run(tmp_path / "a")
+    add_core(run, {"piqa": (12, 20, 50)})
+    (run / "eval" / "core_mine.json").write_text((run / "eval" / "core.json").read_text())
+    with pytest.raises(UserError, match="core.json and .*core_mine.json: both have CORE-2"):
+        _ = read_run(run).numbers
+
+
+def test_other_protocols_contexts_and_losses_are_refused(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", "rove")
+    record = json.loads((b / "eval" / "perplexity.json").read_text())
+    edit_json(b / "eval" / "perplexity.json", protocol=record["protocol"] | {"bos": "none"})
+    with pytest.raises(UserError, match="/a and .*/b: perplexity with other settings"):
+        compare(a, b)
+    lines = (b / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (b / "metrics.jsonl").write_text("".join(lines[:-2]))
+    with pytest.raises(UserError, match="the one is at step 100 over .*, of the other at step 80"):
+        compare(a, b, key=Key("training", "validation loss"))
+    text = (b / "config.toml").read_text()
+    (b / "config.toml").write_text(text.replace("block_size = 256", "block_size = 512"))
+    with pytest.raises(UserError, match="contexts of 256 and 512 tokens"):
+        page_of(a, b)
+
+
+def test_items_that_cannot_be_paired_are_noted(tmp_path):
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", "rove")]
+    for run in runs:
+        add_ruler(run, {"vt": 4.0})
+    record = json.loads((runs[1] / "eval" / "ruler.json").read_text())
+    record["samples"][0]["nll"] = None
+    edit_json(runs[1] / "eval" / "ruler.json", samples=record["samples"])
+    notes = page_of(*runs)["notes"]
+    assert any("ruler has numbers that cannot be paired" in note for note in notes)
 
 
 @pytest.mark.parametrize("name", ["config.toml", "eval/perplexity.json", "ckpt/step_00000100/meta.json"])  # noqa: E501  # fmt: skip

@@ -325,7 +325,30 @@ def test_words():
     assert say(1.0, 2.0, 3.5, 2.0, 3.0, 2.5, unit="nats").startswith(
         "RoVE raises perplexity at 2048 by 2.3 nats [1.4, 3.3], 6 seeds, p = 0.0013"
     )
-    assert say(0.0, 0.0) == "no difference in perplexity can be told at 2048, 2 seeds"
+    assert say(0.5, 0.5) == (
+        "no difference in perplexity can be told at 2048, 2 seeds, which agree exactly and so have"
+        " no spread to judge by"
+    )
+
+
+def test_words_of_a_perplexity_twice_as_high():
+    # 3 exp(-+ 4.302653 s / sqrt(3)) of the three: 3.00 in [2.76, 3.26]
+    nats = np.log([2.9, 3.0, 3.1])
+    assert say(*nats) == "RoVE raises perplexity at 2048 to 3 times [2.76, 3.26], 3 seeds"
+    lead = "for these checkpoints (one training seed), "
+    assert say(paired(math.log(3), 0.1)) == (
+        f"{lead}RoVE's perplexity at 2048 is 3 times as high [2.71, 3.32], p = 0.001"
+    )
+    assert "to 3" not in say(*(2.9, 3.0, 3.1), unit="nats")
+
+
+@pytest.mark.parametrize(
+    "low, high, told, digits",
+    [(35, 47, True, 0), (-4, 3, False, 0), (-0.9, 0.7, False, 1), (-0.2, -0.1, True, 2),
+     (0.003, 0.8, True, 3), (0.003, 0.8, False, 1), (1e-9, 2e-9, True, 4), (0, 0, True, 0)],
+)  # fmt: skip
+def test_decimals(low, high, told, digits):
+    assert stats.decimals(low, high, told=told) == digits
 
 
 def test_words_never_round_an_end_to_zero():
@@ -359,7 +382,9 @@ def test_one_seed_speaks_of_its_checkpoints():
 
 def test_other_documents_are_mentioned_where_they_matter():
     seeds = (-0.390, -0.391, -0.392)
-    assert "others may say otherwise" in say(*(paired(x, 0.6) for x in seeds))
+    words = say(*(paired(x, 0.6) for x in seeds))
+    # legs of the wide interval: t_2 0.001 / sqrt(3) over seeds, 0.6 over documents
+    assert words.endswith(", on these documents; others may say otherwise [−63 %, +23 %]")
     assert "others may say otherwise" not in say(*(paired(x, 0.1) for x in seeds))
 
 
