@@ -138,7 +138,8 @@ def lines_figure(
             for i, comparison in enumerate(comparisons):
                 found = {x: effects[i, k] for x, k in panel.keys.items() if (i, k) in effects}
                 if found:  # side by side, so that the intervals can be seen
-                    side = 1.06 ** (i / max(1, len(comparisons) - 1) - 0.5)
+                    last = len(comparisons) - 1
+                    side = 1.06 ** ((i - last / 2) / max(1, last))
                     found = {x * side: e for x, e in found.items()}
                     _draw_change(lower, comparison, found, to)
             lower.set_ylabel(against(comparisons, "/" if ratio else "−"))

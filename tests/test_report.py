@@ -12,7 +12,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from nanorove.errors import UserError
-from nanorove.figures import mean_series, paired_series, smooth
+from nanorove.figures import lines_figure, mean_series, paired_series, smooth
 from nanorove.results import (
     Key,
     compare_arms,
@@ -25,6 +25,7 @@ from nanorove.results import (
 from nanorove.ruler_metrics import TASKS
 from scripts.report import Args, main, make_page, plain
 from scripts.report_claims import read_report
+from scripts.report_figures import perplexity_panels
 from scripts.report_tables import PAPER
 
 LENGTHS = (256, 1024, 4096)
@@ -271,6 +272,23 @@ def test_figures_follow_the_theme(tmp_path):
     style = html[: html.index("</style>")]
     used = set(re.findall(r"var\((--\w+)\)", html))
     assert used <= set(re.findall(r"(--\w+):", style)) and {"--rope", "--rove"} <= used
+
+
+@pytest.mark.parametrize("others, most", [(1, 1.0), (2, 1.03), (7, 1.03)])
+def test_changes_stand_at_their_lengths(tmp_path, others, most):
+    """Those of several arms side by side, and still at their length."""
+    runs = [make_run(tmp_path / "rope")]
+    runs += [make_run(tmp_path / f"a{i}", model=f"rope_base = {500 + i}") for i in range(others)]
+    found = read_report(runs)
+    figure = lines_figure(
+        perplexity_panels(found)[:1], found.arms, found.comparisons, found.effects, ylabel="",
+        xlabel="", ratio=True, all_panels=perplexity_panels(found),
+    )  # fmt: skip
+    lines = [line.get_xdata() for line in figure.axes[1].lines if len(line.get_xdata()) == 3]
+    assert len(lines) >= others
+    shifts = np.array(lines) / LENGTHS
+    assert shifts.max() == pytest.approx(most, abs=1e-3)
+    assert 1 / shifts.min() == pytest.approx(most, abs=1e-3)
 
 
 def test_hostile_text_is_text(tmp_path):
