@@ -191,7 +191,8 @@ def answer(report: Report) -> str:
         told = [s.key.yarn for s in far.values() if s.verdict.told]
         if len(told) < len(far):
             lead += f" {yarn_words(told[0])}"
-    found = ", ".join(f"{clause(s.verdict)} {yarn_words(s.key.yarn)}" for s in far.values())
+    told_first = sorted(far.values(), key=lambda s: not s.verdict.told)
+    found = ", ".join(f"{clause(s.verdict)} {yarn_words(s.key.yarn)}" for s in told_first)
     its = "its perplexity is "
     found = found.replace(f", {its}", ", ") if found.startswith(its) else found  # once is enough
     sentence = f"{lead}: {found}"

@@ -125,7 +125,8 @@ def test_every_bit_counts_in_the_sums():
 
 DESYNC = """
 import os, sys, torch, train
-from nanorove.errors import run_cli
+from nanorove.config import load_config
+from nanorove.distributed import run_distributed
 from nanorove.optim import make_optimizer
 def make(model, config):
     optimizer = make_optimizer(model, config)
@@ -136,7 +137,7 @@ def make(model, config):
     optimizer.register_step_post_hook(after_step)
     return optimizer
 train.make_optimizer = make
-run_cli(train.cli)
+run_distributed(lambda: train.main(*load_config(sys.argv[1:])))
 """
 
 
