@@ -178,6 +178,7 @@ def answer(report: Report) -> str:
     longest = next(iter(far.values())).key.length
     where = place(longest, report)
     ways = {direction(v) for v in verdicts}
+    named = ""  # the YaRN setting, if the sentence begins with it
     few = [p.documents for v in verdicts for p in v.claim.per_seed]
     if ways == {""} and seeds == 1 and min(few) < stats.FEWEST_DOCUMENTS:
         lead = f"{min(few)} documents are too few to tell whether {second} beats {first} {where}"
@@ -190,9 +191,11 @@ def answer(report: Report) -> str:
         lead = f"{second} {verb} {first} {where}"
         told = [s.key.yarn for s in far.values() if s.verdict.told]
         if len(told) < len(far):
-            lead += f" {yarn_words(told[0])}"
+            named = yarn_words(told[0])
+            lead += f" {named}"
     told_first = sorted(far.values(), key=lambda s: not s.verdict.told)
-    found = ", ".join(f"{clause(s.verdict)} {yarn_words(s.key.yarn)}" for s in told_first)
+    words = [f"{clause(s.verdict)} {yarn_words(s.key.yarn)}" for s in told_first]
+    found = ", ".join(words).replace(f" {named}", "", 1) if named else ", ".join(words)
     its = "its perplexity is "
     found = found.replace(f", {its}", ", ") if found.startswith(its) else found  # once is enough
     sentence = f"{lead}: {found}"

@@ -384,6 +384,9 @@ def test_the_answer_speaks_of_yarn_too(tmp_path, without, with_yarn, lead):
     parts = [f"{words[without]}.* without YaRN", f"{words[with_yarn]}.* with YaRN fitted to each length"]  # noqa: E501  # fmt: skip
     if without == 0:  # what is told comes first
         parts.reverse()
+    if 0 in (without, with_yarn):  # the lead names its setting, and once is enough
+        assert answer.count("without YaRN") == answer.count("with YaRN fitted") == 1
+        parts[0] = parts[0].split(".* with")[0]
     assert re.search(f"{parts[0]}, .*{parts[1]};", answer), answer
 
 
