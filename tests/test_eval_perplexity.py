@@ -513,10 +513,11 @@ def test_a_killed_evaluation_goes_on(save, monkeypatch):
 
 
 MANY_PARTS = """
-from nanorove.errors import run_cli
+import tyro
+from nanorove.distributed import run_distributed
 from scripts import eval_perplexity
 eval_perplexity.FORWARD_TOKENS = 33
-run_cli(eval_perplexity.cli)
+run_distributed(lambda: eval_perplexity.main(tyro.cli(eval_perplexity.Args)))
 """
 
 

@@ -132,15 +132,16 @@ def workers(agent: int) -> list[int]:
 
 
 SLOW_SAVE = """
-import time, train
+import sys, time, train
 from nanorove import checkpoint
-from nanorove.errors import run_cli
+from nanorove.config import load_config
+from nanorove.distributed import run_distributed
 save = checkpoint.save_checkpoint
 def slow(*args):
     time.sleep(20)
     return save(*args)
 checkpoint.save_checkpoint = slow
-run_cli(train.cli)
+run_distributed(lambda: train.main(*load_config(sys.argv[1:])))
 """
 
 
