@@ -195,9 +195,10 @@ def answer(report: Report) -> str:
             lead += f" {named}"
     told_first = sorted(far.values(), key=lambda s: not s.verdict.told)
     words = [f"{clause(s.verdict)} {yarn_words(s.key.yarn)}" for s in told_first]
-    found = ", ".join(words).replace(f" {named}", "", 1) if named else ", ".join(words)
+    found = ", and ".join(words)
+    found = found.replace(f" {named}", "", 1) if named else found  # once is enough
     its = "its perplexity is "
-    found = found.replace(f", {its}", ", ") if found.startswith(its) else found  # once is enough
+    found = found.replace(f"and {its}", "and ") if found.startswith(its) else found
     sentence = f"{lead}: {found}"
     sentence += next((v.reserve for v in verdicts if v.reserve), "")
     if "context" in said and longest != report.context:

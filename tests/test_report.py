@@ -387,7 +387,7 @@ def test_the_answer_speaks_of_yarn_too(tmp_path, without, with_yarn, lead):
     if 0 in (without, with_yarn):  # the lead names its setting, and once is enough
         assert answer.count("without YaRN") == answer.count("with YaRN fitted") == 1
         parts[0] = parts[0].split(".* with")[0] + r" \[[\d., ]+\]"
-    assert re.search(f"{parts[0]}, .*{parts[1]};", answer), answer
+    assert re.search(f"{parts[0]}, and .*{parts[1]};", answer), answer
 
 
 def answer_of(html: str) -> str:
