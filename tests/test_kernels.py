@@ -4,12 +4,12 @@ The bound on graphs over evaluation lengths is in tests/test_model.py.
 """
 
 import re
-import shutil
 
 import pytest
 import torch
 
 from model import GPT, GPTConfig
+from tests.conftest import needs_inductor
 
 
 def kernel_calls(pos_emb: str, n_layer: int) -> tuple[list[str], list[str]]:
@@ -37,7 +37,7 @@ def kernel_calls(pos_emb: str, n_layer: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@needs_inductor
 def test_kernels_that_rotations_cost():
     """A layer more, so that the ends of the network do not count: RoPE has one kernel that reads
     q, k and v; RoVE the same one, and one for the output; backward none, in either."""

@@ -195,7 +195,7 @@ def test_slurm_script(tiny_toml, monkeypatch, tmp_path):
     (fake / "scontrol").write_text(
         '#!/bin/sh\ncase $1 in show) echo localhost;; *) echo "scontrol $*";; esac\n'
     )
-    (fake / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (fake / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     for path in fake.iterdir():
         path.chmod(0o755)
     Path("train.py").symlink_to(REPO / "train.py")

@@ -23,7 +23,7 @@ from nanorove import checkpoint
 from nanorove.config import load_config
 from nanorove.errors import UserError
 from nanorove.perf import grad_accum_steps
-from tests.conftest import REPO, toy_tokens, write_data_dir
+from tests.conftest import REPO, needs_inductor, toy_tokens, write_data_dir
 
 
 def run(path: str, *argv: str) -> dict[str, float]:
@@ -716,6 +716,7 @@ def test_keys_are_the_same_under_compile(tiny_toml, monkeypatch):
 
 
 @pytest.mark.slow
+@needs_inductor
 def test_inductor(tiny_toml):
     run(tiny_toml(), "--run_name", "plain")
     run("tiny.toml", "--train.compile", "True", "--run_name", "compiled")
