@@ -772,6 +772,17 @@ def test_from_end_to_end(folder, capfd):
     edit("x.toml", "lengths = [8, 12]", "lengths = [8, 16]")
     assert to_run() == []
 
+    # one more seed: what is done stays done
+    edit("x.toml", "seeds = [1]", "seeds = [1, 2]")
+    assert "report" in (missing := to_run())
+    assert {name for name in missing if name.startswith(("rope", "rove", "late"))} == {
+        *(f"{arm}-seed2 training" for arm in ("rope", "rove")),
+        *(f"{arm}-seed2 {what}" for arm in ("rope", "rove", "late")
+          for what in ("perplexity", "samples")),
+    }  # fmt: skip
+    edit("x.toml", "seeds = [1, 2]", "seeds = [1]")
+    assert to_run() == []
+
     # a training that stopped before its end goes on; other weights are evaluated anew
     meta = Path("runs/tiny/rove-seed1/ckpt/step_00000006/meta.json")
     edit(str(meta), '"step": 6', '"step": 3')
