@@ -367,7 +367,8 @@ def protocol(report: Report) -> list[str]:
             "Intervals in tables and figures are 95 %. With several seeds: a t interval over the"
             " seeds' paired differences, which speaks of the method on these documents. With one:"
             " 10,000 bootstrap draws of documents or items, paired, which speaks of these"
-            " checkpoints alone. They are not corrected for being many; the claims on top are."
+            " checkpoints alone. They are not corrected for being many; what corrects the claims on"
+            " top is said there."
         )
     return lines
 
