@@ -12,7 +12,7 @@ demo: .venv/user
 	.venv/bin/python -m scripts.experiment experiments/demo.toml
 
 test: lint
-	.venv/bin/python -m pytest -m "not slow"
+	.venv/bin/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: .venv/dev
 	.venv/bin/python -m pytest -m slow
